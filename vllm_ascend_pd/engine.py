@@ -185,8 +185,8 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
     kind_of: list[int] = []
     for geometry in stages.values():
         bare = [msgspec.structs.replace(kind, stages=(), drafts=()) for kind in geometry.kinds]
-        places = [kinds.setdefault(kind, len(kinds)) for kind in bare]
-        kind_of.extend(places[index] for index in geometry.kind_indices)
+        numbers = [kinds.setdefault(kind, len(kinds)) for kind in bare]
+        kind_of.extend(numbers[index] for index in geometry.kind_indices)
     first, *others = kinds
     drafts = tuple(name for geometry in stages.values() for name in geometry.drafts)
     if first.drafter and not drafts:

@@ -52,10 +52,10 @@ class SecretFiles(Secrets):
         return self._accepted
 
     def _look(self) -> None:
-        found = _stamps(self._paths)
-        if found != self._made_of and max(found)[0] < (time.time() - SETTLED_S) * 1e9:
+        stamps = _stamps(self._paths)
+        if stamps != self._made_of and max(stamps)[0] < (time.time() - SETTLED_S) * 1e9:
             self._accepted = tuple(map(read_secret, self._paths))
-            self._made_of = found
+            self._made_of = stamps
             log.info("secret_file has changed and was read again")
 
 
@@ -74,24 +74,24 @@ def read_private(path: str, code: str) -> bytes:
     """
     file = Path(path)
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait
             raise ConfigError(code, path=path, why="it is not a regular file")
-        if found.st_mode & _of_others(found):
-            raise ConfigError(code, path=path, why=f"others may read it (mode {stat.S_IMODE(found.st_mode):04o})")
-        if found.st_size > MAX_SECRET_BYTES:
+        if status.st_mode & _of_others(status):
+            raise ConfigError(code, path=path, why=f"others may read it (mode {stat.S_IMODE(status.st_mode):04o})")
+        if status.st_size > MAX_SECRET_BYTES:
             raise ConfigError(code, path=path, why=f"it is larger than {MAX_SECRET_BYTES} bytes")
         return file.read_bytes().strip()
     except OSError as error:
         raise ConfigError(code, path=path, why=error.strerror or str(error)) from error
 
 
-def _of_others(found: os.stat_result) -> int:
+def _of_others(status: os.stat_result) -> int:
     """Return the permissions by which others than this process would read or write a file.
 
     A pod that is not root gets its secrets as root's files, which its own group may read.
     """
-    own_group = found.st_uid != os.geteuid() and found.st_gid in {os.getegid(), *os.getgroups()}
+    own_group = status.st_uid != os.geteuid() and status.st_gid in {os.getegid(), *os.getgroups()}
     return 0o037 if own_group else 0o077
 
 

@@ -103,8 +103,8 @@ def regroup_cases(name: str, cluster: PlannedCluster, ranks: Sequence[int]) -> I
             yield cache_case(f"{name}-rank{rank}-scatter", cache, plan.send, size, SCATTER)
         received = noise.integers(0, 256, sum(plan.receive_splits), dtype=np.uint8)
         for index, slot in enumerate(plan.slots[:2]):
-            if len(slot.own):
-                yield cache_case(f"{name}-rank{rank}-own{index}", cache, slot.own, slot.nbytes)
+            if len(slot.own_rows):
+                yield cache_case(f"{name}-rank{rank}-own{index}", cache, slot.own_rows, slot.nbytes)
             if len(slot.received):
                 yield assemble_case(f"{name}-rank{rank}-slot{index}", received, slot.received, slot.nbytes)
 

@@ -363,7 +363,7 @@ def _exchange_step(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int,
     received = filled(sum(plan.receive_splits), "npu")
     slots = [filled(slot.nbytes, "npu") for slot in plan.slots]
     gather = ops.Gather(plan.send, caches, sent)
-    own = [ops.Gather(slot.own, caches, out) for slot, out in zip(plan.slots, slots, strict=True)]
+    own = [ops.Gather(slot.own_rows, caches, out) for slot, out in zip(plan.slots, slots, strict=True)]
     rest = [ops.Assemble(slot.received, received, out) for slot, out in zip(plan.slots, slots, strict=True)]
     for _ in range(3):
         side.wait_stream(torch.npu.current_stream())
@@ -390,7 +390,7 @@ def _wanted(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int) -> lis
     received, found = torch.cat(incoming), []
     for slot in plans[rank].slots:
         out = filled(slot.nbytes, "cpu")
-        ops.gather(views(cluster.ranks[rank], "cpu"), torch.from_numpy(slot.own), out)
+        ops.gather(views(cluster.ranks[rank], "cpu"), torch.from_numpy(slot.own_rows), out)
         ops.assemble(received, torch.from_numpy(slot.received), out)
         found.append(out)
     return found

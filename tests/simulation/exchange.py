@@ -136,7 +136,7 @@ class RankStream:
             starts = planned.received[:, 3]
             sources = tuple(int(rank) for rank in np.unique(np.searchsorted(borders, starts, side="right")))
             received = buffer_moves(planned.received)
-            slots.append(SlotMoves(cache_moves(planes, planned.own), received, sources, self._tags))
+            slots.append(SlotMoves(cache_moves(planes, planned.own_rows), received, sources, self._tags))
         return ExchangeMoves(plan, cache_moves(planes, plan.send), tuple(slots))
 
     def run(self, tables: ExchangeMoves, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:

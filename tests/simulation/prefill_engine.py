@@ -396,7 +396,7 @@ class PrefillEngine:
                 if self._others.random() < 0.5:
                     # Another connector loads them in this step, before each layer is computed.
                     self.cluster.world.stats["blocks loaded by another"] += 1
-                    computed.append(replace(own, found=chunk.hot))
+                    computed.append(replace(own, cached=chunk.hot))
                     continue
                 groups = zip(chunk.new, self.geometry.tables, strict=True)
                 ids = [table[: chunk.computed // group.covers] for table, group in groups]
@@ -508,7 +508,7 @@ class PrefillEngine:
             why=why,
             sampled=lambda: self._sample(prompt) if why == "ended" else None,
         )
-        held, source = ending.held, ending.source.source if ending.source is not None else None
+        held, source = ending.blocks_held, ending.source.source if ending.source is not None else None
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
         else:

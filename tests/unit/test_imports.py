@@ -164,9 +164,9 @@ CEILINGS = {
     "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
     "decode": 3115,  # 66 so that a D that computes no prompts says so; 265 so that tokens of others, and other routers than ours, have a seam each
     "device": 762,  # 32 for heads in int8
-    "geometry": 2555,  # 5 for heads in int8
+    "geometry": 2556,  # 5 for heads in int8
     "observe": 525,  # 10 so that a log that nobody reads holds up no request
-    "prefill": 4098,  # 20 for these seams; 31 so that the end of a push has a file of its own
+    "prefill": 4090,  # 20 for these seams; 23 so that the end of a push has a file of its own
     "protocol": 4360,  # 25 for token ids in streams of responses and messages
     "regroup": 1045,  # 110 that make decode's int8 of prefill's cache
     # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and errors;

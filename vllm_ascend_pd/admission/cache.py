@@ -167,13 +167,13 @@ def _unlike(
 
     Proven are latents of different sizes, an indexer's keys among them, and a draft model with heads of its own.
     """
-    own = {name: shapes[name] for name in specs if name not in drafts}
+    target = {name: shapes[name] for name in specs if name not in drafts}
     latent = {name for name in specs if kinds.is_latent(specs[name])}
-    if len(latent.intersection(own)) not in (0, len(own)):
+    if len(latent.intersection(target)) not in (0, len(target)):
         yield not_proven("A model with MLA in some layers only", "Use a model whose layers are alike.")
-    elif len(set(own.values())) > 1 and not latent.issuperset(own):
+    elif len(set(target.values())) > 1 and not latent.issuperset(target):
         yield not_proven("A model whose layers have unlike heads", "Use a model whose layers are alike.")
-    if latent.intersection(drafts) and not latent.intersection(own):
+    if latent.intersection(drafts) and not latent.intersection(target):
         yield not_proven("A draft model with MLA for a target without", "Use another draft model.")
     for name in specs:
         if is_index(name) and attention_of(name) not in latent:

@@ -124,14 +124,14 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
 def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
     # The predecessor's configurations name both engines' sizes; this engine's own must at least be right.
     divided = sizes.token_division(parallel)
-    own = {"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size}
-    own |= {"dcp_size": divided.dcp, "pcp_size": divided.pcp, "dp_rank": sizes.dp_rank(parallel)}
+    actual = {"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size}
+    actual |= {"dcp_size": divided.dcp, "pcp_size": divided.pcp, "dp_rank": sizes.dp_rank(parallel)}
     # A rank of a dense model knows its own number (in vLLM 0.23 only that on its host), but not the number of ranks.
     if not sizes.is_dense_rank(engine_id) or parallel.data_parallel_size > 1:
-        own["dp_size"] = parallel.data_parallel_size
+        actual["dp_size"] = parallel.data_parallel_size
     for name, configured in push.sizes.get(side, {}).items():
-        if name in own and configured != own[name]:
-            yield ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])
+        if name in actual and configured != actual[name]:
+            yield ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=actual[name])
 
 
 def model_fingerprint(config: Any, version: str = "") -> str:
@@ -165,14 +165,14 @@ def _rope(model: Any) -> str:
 
     A cached key is rotated already, and its bytes do not show how.
     """
-    found = []
+    facts = []
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
     original = parameters.get("original_max_position_embeddings")
     if parameters.get("rope_type") == "longrope" and original:
         # vLLM chooses one set of factors for the whole engine.
-        found.append("long" if model.max_model_len > original else "short")
+        facts.append("long" if model.max_model_len > original else "short")
     overrides = getattr(model, "hf_overrides", None)
     ropes = {key: overrides[key] for key in overrides if "rope" in key} if isinstance(overrides, Mapping) else {}
     if ropes:
-        found.append(hashlib.sha256(json.dumps(ropes, sort_keys=True, default=str).encode()).hexdigest()[:8])
-    return ",".join(found)
+        facts.append(hashlib.sha256(json.dumps(ropes, sort_keys=True, default=str).encode()).hexdigest()[:8])
+    return ",".join(facts)

@@ -84,10 +84,10 @@ def layers(config: Any, names: Iterable[str]) -> frozenset[str]:
     """
     if not drafter(config.speculative_config):
         return frozenset()
-    own = int(config.model_config.hf_text_config.num_hidden_layers)
+    target_layers = int(config.model_config.hf_text_config.num_hidden_layers)
 
     def is_draft(name: str) -> bool:
         number = _LAYER.search(name)
-        return name.startswith(("draft_model.", "mtp.")) or (number is not None and int(number[1]) >= own)
+        return name.startswith(("draft_model.", "mtp.")) or (number is not None and int(number[1]) >= target_layers)
 
     return frozenset(filter(is_draft, names))

@@ -98,6 +98,7 @@ def is_int8_of_heads(spec: Any) -> bool:
 
 def is_compressing(specs: Collection[Any]) -> bool:
     """Return whether these are the specs of a model that compresses latents, with all that belongs to it."""
-    own = {getattr(spec, "model_version", None) for spec in specs} <= {None, "deepseek_v4"}  # others have other layouts
-    one_kind = own and all(type(spec).__name__ in COMPRESSING for spec in specs)
+    # Others have other layouts.
+    known = {getattr(spec, "model_version", None) for spec in specs} <= {None, "deepseek_v4"}
+    one_kind = known and all(type(spec).__name__ in COMPRESSING for spec in specs)
     return one_kind and any(tokens_per_entry(spec) > 1 for spec in specs)

@@ -100,8 +100,8 @@ def of_heads(config: Any, specs: Mapping[str, Any], *, grouped: bool = False) ->
     if not compat.is_vllm_ascend():
         return {}
     layers = config.compilation_config.static_forward_context
-    found = {name: scales for name in specs if (scales := _scales_of_heads(layers.get(name)))}
-    if missing := [name for name in specs if kinds.is_int8_of_heads(specs[name]) and name not in found]:
+    scaled = {name: scales for name in specs if (scales := _scales_of_heads(layers.get(name)))}
+    if missing := [name for name in specs if kinds.is_int8_of_heads(specs[name]) and name not in scaled]:
         raise not_proven(f"A cache of heads in int8 without scales of its checkpoint ({missing[0]})", _REMEDY)
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     beside = {
@@ -113,9 +113,9 @@ def of_heads(config: Any, specs: Mapping[str, Any], *, grouped: bool = False) ->
         "several groups or states": grouped,
         "vLLM's second model runner": bool(getattr(config, "use_v2_model_runner", False)),
     }
-    for feature in [name for name, there in beside.items() if there] if found else ():
+    for feature in [name for name, there in beside.items() if there] if scaled else ():
         raise not_proven(f"Heads in int8 with {feature}", "Start without it.")
-    return found
+    return scaled
 
 
 def _scales_of_heads(layer: Any) -> tuple[Any, ...]:

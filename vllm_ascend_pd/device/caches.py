@@ -196,8 +196,8 @@ def describe(
         interleave=shape.interleave,
     )
     storages = {address: length for layer in layers.values() for address, length in layer.storages if not images}
-    bases, found = tuple(layer.bases for layer in layers.values()), tuple(layer.tensors for layer in layers.values())
-    return Caches(geometry, pool, bases, tuple(storages.items()), found, kernel_blocks)
+    bases, views = tuple(layer.bases for layer in layers.values()), tuple(layer.tensors for layer in layers.values())
+    return Caches(geometry, pool, bases, tuple(storages.items()), views, kernel_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,21 +211,21 @@ class _Layer:
 
 def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
     group, table = shape.group(name)
-    own, dtype = shape.of(name), shape.dtype_names.get(name, "")
+    sizes, dtype = shape.of(name), shape.dtype_names.get(name, "")
     if name not in shape.int8_scales:
-        return _of_tensors(name, parts, own, table.block_size, group, device, dtype)
-    planes = [_in_fractals(name, part, table.block_size, own) for part in parts]
-    return _of_tensors(name, planes, own, table.block_size, group, device, dtype, packing=_IN_FRACTALS)
+        return _of_tensors(name, parts, sizes, table.block_size, group, device, dtype)
+    planes = [_in_fractals(name, part, table.block_size, sizes) for part in parts]
+    return _of_tensors(name, planes, sizes, table.block_size, group, device, dtype, packing=_IN_FRACTALS)
 
 
-def _in_fractals(name: str, part: torch.Tensor, block_size: int, own: LayerShape) -> torch.Tensor:
+def _in_fractals(name: str, part: torch.Tensor, block_size: int, layer: LayerShape) -> torch.Tensor:
     """Return int8 of heads, which has the shape of a plain cache, as whole planes of (block, head)."""
-    plain = tuple(part.shape[1:]) == (block_size, own.local_heads, own.head_size) and part[0].is_contiguous()
-    if not plain or own.head_size % FRACTAL_CHANNELS or part.dtype != torch.int8:
-        sizes = f"{own.local_heads} heads of {own.head_size} in fractals of {FRACTAL_CHANNELS}"
+    plain = tuple(part.shape[1:]) == (block_size, layer.local_heads, layer.head_size) and part[0].is_contiguous()
+    if not plain or layer.head_size % FRACTAL_CHANNELS or part.dtype != torch.int8:
+        sizes = f"{layer.local_heads} heads of {layer.head_size} in fractals of {FRACTAL_CHANNELS}"
         why = f"shape {tuple(part.shape)}, {part.dtype}, for {sizes}"
         raise ConfigError("PD-GEO-003", layer=name, why=why)
-    return part.view(len(part), own.local_heads, block_size, own.head_size)
+    return part.view(len(part), layer.local_heads, block_size, layer.head_size)
 
 
 def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
@@ -239,15 +239,15 @@ def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: 
     if whole:
         size *= shape.dcp
         parts = [_joined(part, size) for part in parts]
-    own = LayerShape(1, 1, parts[0].shape[-1])
+    keys = LayerShape(1, 1, parts[0].shape[-1])
     name = name if is_index(name) else index_of(name)
-    return _of_tensors(name, parts, own, size, group, device, whole=whole)
+    return _of_tensors(name, parts, keys, size, group, device, whole=whole)
 
 
 def _of_tensors(
     name: str,
     parts: Sequence[torch.Tensor],
-    own: LayerShape,
+    sizes: LayerShape,
     block_size: int,
     group: int,
     device: Device,
@@ -263,10 +263,10 @@ def _of_tensors(
         if not _is_apart(part):
             why = f"its cells share memory (shape {tuple(part.shape)}, strides {part.stride()})"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
-        packed = packing or device.packing(part, block_size, own.head_size)
+        packed = packing or device.packing(part, block_size, sizes.head_size)
         region = f"kv{index}" if len(parts) > 1 else "kv"
         token_major = device.token_major and packing is None
-        regions.append(_region(name, region, part, block_size, own, packed.opaque, token_major))
+        regions.append(_region(name, region, part, block_size, sizes, packed.opaque, token_major))
         packings.append(packed.name)
     blocks = {part.shape[0] for part in parts}
     if len(blocks) != 1:
@@ -274,7 +274,7 @@ def _of_tensors(
     storages = [part.untyped_storage() for part in parts]
     dtype = dtype or _joined_names([str(part.dtype).removeprefix("torch.") for part in parts])
     return _Layer(
-        kind=LayerKind(own.total_heads, dtype, _joined_names(packings), tuple(regions), group, whole),
+        kind=LayerKind(sizes.total_heads, dtype, _joined_names(packings), tuple(regions), group, whole),
         bases=tuple(part.data_ptr() for part in parts),
         blocks=blocks.pop(),
         tensors=tuple(parts),
@@ -295,7 +295,7 @@ def _without_shared(
         return [(tensor.data_ptr(), tuple(tensor.shape)) for tensor in _tensors(tensors[name])]
 
     written = [place(name) for name in tensors if name in shape.group_of]
-    return {name: own for name, own in tensors.items() if name in shape.group_of or place(name) not in written}
+    return {name: parts for name, parts in tensors.items() if name in shape.group_of or place(name) not in written}
 
 
 def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict[str, _Layer]:
@@ -315,21 +315,21 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
     begins = [tensor.data_ptr() for tensor in tensors] if apart else [tensors[0].data_ptr()] * len(sizes)
     if not apart:
         strides, begins = strides * len(sizes), [begin + sum(sizes[:i]) for i, begin in enumerate(begins)]
-    found: dict[str, _Layer] = {}
+    sections: dict[str, _Layer] = {}
     for section in recurrent.sections(name, shape.tp_size):
         dtype, each = _joined_names([one.dtype for one in section.regions]), section.heads > shape.tp_size
         regions = tuple(
             Region(one.name, strides[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
             for one in section.regions
         )
-        found[section_of(name, section.name)] = _Layer(
+        sections[section_of(name, section.name)] = _Layer(
             kind=LayerKind(section.heads, dtype, PACKING, regions, group),
             bases=tuple(begins[one.state] + one.offset for one in section.regions),
             blocks=blocks,
             tensors=(),
             storages=storages,
         )
-    return found
+    return sections
 
 
 def _parts(value: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -357,11 +357,11 @@ def _by_kernels_blocks(
     return replace(shape, groups=tuple(groups)), tuple(counts)
 
 
-def _kernel_blocks(part: torch.Tensor, block_size: int, own: LayerShape, device: Device) -> int:
+def _kernel_blocks(part: torch.Tensor, block_size: int, sizes: LayerShape, device: Device) -> int:
     """Return how many blocks of [block, token, head, dim] are one of `block_size` tokens; 1 if it is not known."""
-    if part.dim() != 4 or part.shape[2] != own.local_heads or block_size % part.shape[1]:
+    if part.dim() != 4 or part.shape[2] != sizes.local_heads or block_size % part.shape[1]:
         return 1
-    return 1 if device.packing(part, part.shape[1], own.head_size).opaque else block_size // part.shape[1]
+    return 1 if device.packing(part, part.shape[1], sizes.head_size).opaque else block_size // part.shape[1]
 
 
 def _joined_names(words: Sequence[str]) -> str:
@@ -416,11 +416,11 @@ class _Span:
 
     def shared(self, other: _Span) -> tuple[int, int] | None:
         """Return two blocks with different numbers that share bytes, or None."""
-        own = np.arange(self.blocks)
-        begins = self.begin + own * self.stride - other.begin
+        numbers = np.arange(self.blocks)
+        begins = self.begin + numbers * self.stride - other.begin
         first = np.maximum((begins - other.length) // other.stride + 1, 0)
         last = np.minimum((begins + self.length - 1) // other.stride, other.blocks - 1)
-        wrong = np.flatnonzero((first <= last) & ((first != own) | (last != own)))
+        wrong = np.flatnonzero((first <= last) & ((first != numbers) | (last != numbers)))
         if not len(wrong):
             return None
         block = int(wrong[0])

@@ -49,15 +49,15 @@ class BlockTails:
 
     def __init__(self, caches: Caches, rank: int) -> None:
         self._rank = rank
-        found: dict[CacheGeometry, list[_Part]] = {}
+        parts_of: dict[CacheGeometry, list[_Part]] = {}
         for kind, parts in zip(caches.geometry.by_layer, caches.tensors, strict=True):
             if parts and kind.block_size > 1:  # not of states
-                found.setdefault(kind, []).extend(
+                parts_of.setdefault(kind, []).extend(
                     _Part.of(part, _token_axis(part, region, kind.block_size))
                     for region, part in zip(kind.regions, parts, strict=True)
                     if not region.opaque
                 )
-        self._kinds = tuple(found.items())
+        self._kinds = tuple(parts_of.items())
 
     def clear(self, bind: Bind) -> None:
         """Clear, on the current stream, what of each group's last block is behind the tokens that P writes."""
@@ -67,9 +67,9 @@ class BlockTails:
             blocks = table[index - begin // kind.covers :]
             if len(blocks):  # else its last block is full
                 tokens = kind.token_split.tokens(kind.ranks.part(self._rank), np.array([index]))
-                block, held = int(blocks[0]), int((tokens < end).sum())
+                block, filled = int(blocks[0]), int((tokens < end).sum())
                 for part in parts:
-                    part.clear(block, held, kind.block_size)
+                    part.clear(block, filled, kind.block_size)
             for block in _unused(table, bind.kernel_blocks[kind.group_index]):
                 for part in parts:
                     part.clear(block, 0, kind.block_size)

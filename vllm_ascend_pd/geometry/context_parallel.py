@@ -54,8 +54,8 @@ class TokenSplit(msgspec.Struct, frozen=True):
     def tokens(self, part: int, blocks: Ints) -> Ints:
         """Return the tokens that a part holds in these blocks of the table, as [block, place]."""
         turn, inside = np.divmod(np.arange(self.block_size, dtype=np.int64), self.interleave)
-        found: Ints = blocks[:, None] * self.covers + (turn * self.world + part) * self.interleave + inside
-        return found
+        tokens: Ints = blocks[:, None] * self.covers + (turn * self.world + part) * self.interleave + inside
+        return tokens
 
     def locate(self, tokens: Ints) -> tuple[Ints, Ints]:
         """Return each token's block in the table, and its place in that block on the rank that holds it."""

@@ -46,10 +46,10 @@ def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int
     Kinds that cannot be exchanged are pushed directly in either case. `mode` and `min_span` are the configured values
     of `regroup` and `regroup_min_span`.
     """
-    found = [_decide(pair.p, pair.d, mode, min_span) for pair in exchanged(p, d)]
-    if not found:
+    decisions = [_decide(pair.p, pair.d, mode, min_span) for pair in exchanged(p, d)]
+    if not decisions:
         return Decision(False, 0, 0, no_exchange_reason(p, d) or "no rank has heads that another lacks")
-    return next((one for one in found if one.regroup), found[0])
+    return next((one for one in decisions if one.regroup), decisions[0])
 
 
 def _decide(p: CacheGeometry, d: CacheGeometry, mode: str, min_span: int) -> Decision:
@@ -72,15 +72,15 @@ def _distinct(p: CacheGeometry, d: CacheGeometry) -> list[tuple[int, int]]:
 
     Nothing else determines the spans. So even with a thousand ranks on either side only a few pairs have to be planned.
     """
-    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    pairs: dict[tuple[int, ...], tuple[int, int]] = {}
     for d_rank in range(d.tp_size):
         wanted = d.head_range(d_rank)
         for rank in contributors(p, d, d_rank):
-            held = p.head_range(rank)
-            first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-            way = (stop - first, first - held.start, len(held), first - wanted.start, len(wanted))
-            found.setdefault(way, (rank, d_rank))
-    return list(found.values())
+            heads = p.head_range(rank)
+            first, stop = max(heads.start, wanted.start), min(heads.stop, wanted.stop)
+            way = (stop - first, first - heads.start, len(heads), first - wanted.start, len(wanted))
+            pairs.setdefault(way, (rank, d_rank))
+    return list(pairs.values())
 
 
 def _block(p: CacheGeometry, d: CacheGeometry) -> Job:

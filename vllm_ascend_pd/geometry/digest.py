@@ -62,42 +62,42 @@ def cache_digest(
         for at in range(0, len(ids), step):
             some = index[at : at + step]
             cells = view[ids[at : at + step]]
-            places = some[:, None] if region.opaque else split.tokens(part, some)
-            wanted = np.ones_like(places, dtype=bool)
+            tokens_at = some[:, None] if region.opaque else split.tokens(part, some)
+            wanted = np.ones_like(tokens_at, dtype=bool)
             if not region.opaque:
-                wanted = (places >= tokens.start) & (places < tokens.stop)
+                wanted = (tokens_at >= tokens.start) & (tokens_at < tokens.stop)
                 if peer is not None:
-                    wanted &= peer[0].holder(places) == peer[1]
-            total += _sum(cells, number, places, np.arange(heads.start, heads.stop), wanted)
+                    wanted &= peer[0].holder(tokens_at) == peer[1]
+            total += _sum(cells, number, tokens_at, np.arange(heads.start, heads.stop), wanted)
         totals.append(total & MASK)
     return tuple(totals)
 
 
 def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes) -> dict[int, tuple[int, ...]]:
     """Return the sums over what an owner has staged in a slot, by job index."""
-    held = d.head_range(slot.d_rank)
+    d_heads = d.head_range(slot.d_rank)
     members, segments = slot_segments(slot, jobs)
     zero = np.zeros(len(members), dtype=np.int64)
-    begin, _ = starts(d, segments, len(held), zero, zero[:1])
-    heads = np.arange(held.start, held.stop)
-    found = {}
+    begin, _ = starts(d, segments, len(d_heads), zero, zero[:1])
+    heads = np.arange(d_heads.start, d_heads.stop)
+    sums = {}
     for index, member in enumerate(members):
         lo, hi = int(segments.lo[index]), int(segments.hi[index])
         totals = []
         for number, region in enumerate(d.regions):
             total = 0
             at = int(begin[number][index])
-            for place, count in _image_runs(region, lo, hi, d.block_size, len(held)):
-                length = count * len(held) * region.cell_bytes
-                cells = staged[at : at + length].reshape(_image_shape(region, count, len(held)))
+            for place, count in _image_runs(region, lo, hi, d.block_size, len(d_heads)):
+                length = count * len(d_heads) * region.cell_bytes
+                cells = staged[at : at + length].reshape(_image_shape(region, count, len(d_heads)))
                 at += length
-                if not region.opaque and token_outer(region, len(held)):
+                if not region.opaque and token_outer(region, len(d_heads)):
                     cells = cells.swapaxes(0, 1)
-                places = np.arange(place, place + count)[None, :]
-                total += _sum(cells[None], number, places, heads, np.ones_like(places, dtype=bool))
+                tokens_at = np.arange(place, place + count)[None, :]
+                total += _sum(cells[None], number, tokens_at, heads, np.ones_like(tokens_at, dtype=bool))
             totals.append(total & MASK)
-        found[member] = tuple(totals)
-    return found
+        sums[member] = tuple(totals)
+    return sums
 
 
 def _image_runs(region: Region, lo: int, hi: int, size: int, heads: int) -> list[tuple[int, int]]:
@@ -135,18 +135,18 @@ def _cells(flat: Bytes, region: Region, ids: npt.NDArray[np.int32], size: int, h
 def _sum(
     cells: Bytes,
     region: int,
-    places: npt.NDArray[np.int64],
+    tokens_at: npt.NDArray[np.int64],
     heads: npt.NDArray[np.int64],
     wanted: npt.NDArray[np.bool_],
 ) -> int:
-    """Return the sum over the wanted cells [block, head, atom, byte], which are at `places` [block, atom]."""
+    """Return the sum over the wanted cells [block, head, atom, byte], whose tokens are `tokens_at` [block, atom]."""
     length = cells.shape[-1]
     short = -length % 8
     if short:
         cells = np.concatenate((cells, np.zeros((*cells.shape[:-1], short), dtype=np.uint8)), axis=-1)
     words = np.ascontiguousarray(cells).view(np.uint64)
     hashed: Words = words @ _factors(words.shape[-1])
-    key = _mixed(places.astype(np.uint64) * np.uint64(2) + np.uint64(1))[:, None, :]
+    key = _mixed(tokens_at.astype(np.uint64) * np.uint64(2) + np.uint64(1))[:, None, :]
     key = _mixed(key + (heads.astype(np.uint64) << np.uint64(16))[None, :, None] + np.uint64(region + 1))
     atoms = _mixed(_mixed(hashed) ^ key)
     atoms *= wanted[:, None, :]

@@ -80,7 +80,7 @@ def starts(d: CacheGeometry, segments: Segments, width: int, group: Ints, bases:
     `group` is each segment's group; groups follow one another. Group g begins at `bases[g]` and holds, region by
     region, its segments.
     """
-    found = []
+    begins = []
     running = bases.copy()
     for region in d.regions:
         size = segments.measure(region, d.block_size) * (width * region.cell_bytes)
@@ -88,9 +88,9 @@ def starts(d: CacheGeometry, segments: Segments, width: int, group: Ints, bases:
         np.add.at(totals, group, size)
         begin = np.cumsum(size) - size
         begin += (running - (np.cumsum(totals) - totals))[group]
-        found.append(begin)
+        begins.append(begin)
         running = running + totals
-    return found, running
+    return begins, running
 
 
 def cache_rows(
@@ -213,14 +213,14 @@ def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_he
     units = grid(segments.lo, segments.hi, Tables(size, (), ()), d_tables(segments.jobs))
     count = units.count
     done = _done(units, segments)
-    found: list[tuple[Spans, Ints]] = []
+    spans: list[tuple[Spans, Ints]] = []
     for index, region in enumerate(d.regions):
         cell = region.cell_bytes
         outer = token_outer(region, d_heads)
         if index and _twins((d.regions[index - 1], region)):
-            before, ends = found[-1]
+            before, ends = spans[-1]
             shift = begin[index][0] - begin[index - 1][0]  # the same for all segments: regions are alike
-            found.append((Spans(before.src + shift, before.dst, before.size), ends))
+            spans.append((Spans(before.src + shift, before.dst, before.size), ends))
             continue
         if region.opaque:
             like = Region(region.name, 0, cell, 0, cell)
@@ -230,5 +230,5 @@ def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_he
             like = Region(region.name, 0, cell if outer else size * cell, d_heads * cell if outer else cell, cell)
             src = np.repeat(begin[index], count) + done * (d_heads * cell)
         pattern = Pattern.between((like, 0), (region, 0), d_heads, size)
-        found.append(merged(*pattern.spread(src, units, compact=not (outer or region.opaque))))
-    return found
+        spans.append(merged(*pattern.spread(src, units, compact=not (outer or region.opaque))))
+    return spans

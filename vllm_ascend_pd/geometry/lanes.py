@@ -13,22 +13,22 @@ class Lane(msgspec.Struct, frozen=True):
     """One D rank of a layout: the P ranks that own its tokens, and the heads that each owner gets from each sender."""
 
     d_rank: int
-    held: range  # heads of the D rank
+    d_heads: range  # heads of the D rank
     owners: Shares
     feeds: dict[int, dict[int, range]]  # owner -> sender -> heads
 
 
 def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
     """Return the lane of a D rank. It depends on the two geometries alone, so it is the same on every rank."""
-    held = d.head_range(d_rank)
+    d_heads = d.head_range(d_rank)
     owners = owner_shares(p, d, d_rank)
     feeds = {}
     for owner in owners.ranks:
         heads: dict[int, list[int]] = {}
-        for head in held:
+        for head in d_heads:
             heads.setdefault(_sender(p, d, d_rank, owner, head), []).append(head)
         feeds[owner] = {sender: range(some[0], some[-1] + 1) for sender, some in heads.items()}
-    return Lane(d_rank, held, owners, feeds)
+    return Lane(d_rank, d_heads, owners, feeds)
 
 
 def _sender(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
@@ -36,7 +36,7 @@ def _sender(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: i
 
     If several ranks hold the head, the owners are spread over them in order, so that each sends about as much.
     """
-    own = max(p.head_range(owner).start, d.head_range(d_rank).start)
-    peers = head_shares(p, d, d_rank, own).ranks
+    first = max(p.head_range(owner).start, d.head_range(d_rank).start)
+    peers = head_shares(p, d, d_rank, first).ranks
     offering = head_shares(p, d, d_rank, head).ranks
     return offering[peers.index(owner) * len(offering) // len(peers)]

@@ -37,21 +37,21 @@ def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
 
     With several kinds of layers, each field is named with the first layer in which it differs.
     """
-    found: list[Mismatch] = []
+    differences: list[Mismatch] = []
     some = pairings(p, d)
     for pair in some:
         where = f" of {next(name for name in p.layers if name in pair.layers)}" if len(some) > 1 else ""
-        found.extend(Mismatch(one.field + where, one.prefill, one.decode) for one in _fields(pair.p, pair.d))
+        differences.extend(Mismatch(one.field + where, one.prefill, one.decode) for one in _fields(pair.p, pair.d))
     if p.targets != d.targets:
-        found.append(_layers("layers", p.targets, d.targets))
+        differences.append(_layers("layers", p.targets, d.targets))
     if p.drafter and d.drafter:
-        found.extend(_drafts(p, d))
-    return tuple(found)
+        differences.extend(_drafts(p, d))
+    return tuple(differences)
 
 
 def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     """Return the mismatches of one kind of layers."""
-    found = [
+    differences = [
         Mismatch(field, str(ours), str(theirs))
         for field, ours, theirs in (
             ("dtype", p.dtype, d.dtype),
@@ -64,7 +64,7 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     # P keeps a window from a border of its own blocks on, D wants it from a border of D's blocks on.
     unlike = p.block_size % d.block_size if p.group.partial else (p.opaque or d.opaque)
     if unlike and p.block_size != d.block_size:
-        found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
+        differences.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     divided = max(p.ranks.world, d.ranks.world) > 1
     if divided and (
         p.opaque
@@ -73,19 +73,19 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
         or d.group.matters != ALL
         or runs(p.token_split, d.token_split) > MAX_RUNS
     ):
-        found.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
+        differences.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
     regions = _regions(p, d)
     # dtype and packing have a word for each region: where the number of regions differs, they say nothing more.
     if p.group.stateful and regions and regions[0].field == "regions":
-        found = [one for one in found if one.field not in ("dtype", "packing")]
-    return [*found, *regions]
+        differences = [one for one in differences if one.field not in ("dtype", "packing")]
+    return [*differences, *regions]
 
 
 def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
     """Raise the first mismatch of two caches of one kind, as an error of the catalogue. Layers are not compared."""
-    found = _fields(p, d)
-    if found:
-        raise found[0].error()
+    differences = _fields(p, d)
+    if differences:
+        raise differences[0].error()
 
 
 def _matters(geometry: CacheGeometry) -> str:
@@ -116,13 +116,13 @@ def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     if ours != theirs:
         detail = [", ".join(map(side.region_label, range(len(side.regions)))) for side in (p, d)]
         return [Mismatch("regions", *detail)]
-    found = []
+    differences = []
     for index, (a, b) in enumerate(zip(p.regions, d.regions, strict=True)):
         if a.opaque != b.opaque:
-            found.append(Mismatch(f"token axis of {p.region_label(index)}", _axis(a), _axis(b)))
+            differences.append(Mismatch(f"token axis of {p.region_label(index)}", _axis(a), _axis(b)))
         elif a.cell_bytes != b.cell_bytes and not (a.opaque and p.block_size != d.block_size):
-            found.append(Mismatch(f"cell bytes of {p.region_label(index)}", str(a.cell_bytes), str(b.cell_bytes)))
-    return found
+            differences.append(Mismatch(f"cell bytes of {p.region_label(index)}", str(a.cell_bytes), str(b.cell_bytes)))
+    return differences
 
 
 def _divided(side: CacheGeometry) -> str:

@@ -52,26 +52,26 @@ class TokenLine:
 
     def cuts(self, shares: Shares) -> Ints:
         """Return where each rank's interval begins, in the order of `shares`, and the end of the line."""
-        places = np.zeros(len(shares.ranks) + 1, dtype=np.int64)
-        np.cumsum(shares.weights, out=places[1:])
-        places *= self.tokens
-        places //= shares.total
-        inner = places[1:-1]
+        borders = np.zeros(len(shares.ranks) + 1, dtype=np.int64)
+        np.cumsum(shares.weights, out=borders[1:])
+        borders *= self.tokens
+        borders //= shares.total
+        inner = borders[1:-1]
         if len(inner) and self.tokens:
             inner[:] = self._rounded(inner)
-        return places
+        return borders
 
-    def _rounded(self, places: Ints) -> Ints:
-        job = np.minimum(np.searchsorted(self._ends, places, side="right"), len(self.lo) - 1)
+    def _rounded(self, borders: Ints) -> Ints:
+        job = np.minimum(np.searchsorted(self._ends, borders, side="right"), len(self.lo) - 1)
         line_to_token = self.hi[job] - self._ends[job]
-        token = places + line_to_token
+        token = borders + line_to_token
         block_start = token // self._block * self._block
         nearest = (token + self._granule // 2) // self._granule * self._granule
         low = np.maximum(block_start, self.lo[job])
         high = np.minimum(block_start + self._block, self.hi[job])
         clamped: Ints = np.clip(nearest, low, high) - line_to_token
         # A place at the very end of the line belongs to no stretch.
-        return np.where(places >= self.tokens, self.tokens, clamped)
+        return np.where(borders >= self.tokens, self.tokens, clamped)
 
     def owned(self, shares: Shares, rank: int) -> tuple[Ints, Ints]:
         """Return the token range of each job that `rank` owns; empty where lower and upper bound are equal."""
@@ -89,11 +89,11 @@ class TokenLine:
             np.clip(end + line_to_token, self.lo, self.hi),
         )
 
-    def blocks_before(self, places: Ints) -> Ints:
+    def blocks_before(self, borders: Ints) -> Ints:
         """Return the number of stretches before each of the places, which must be borders of stretches."""
         stretches = np.where(self.hi > self.lo, -(-self.hi // self._block) - self.lo // self._block, 0)
-        job = np.minimum(np.searchsorted(self._ends, places, side="right"), len(self.lo) - 1)
-        token = places + self.hi[job] - self._ends[job]
+        job = np.minimum(np.searchsorted(self._ends, borders, side="right"), len(self.lo) - 1)
+        token = borders + self.hi[job] - self._ends[job]
         inside = np.minimum(-(-token // self._block) - self.lo[job] // self._block, stretches[job])
-        found: Ints = np.cumsum(stretches)[job] - stretches[job] + inside
-        return found
+        before: Ints = np.cumsum(stretches)[job] - stretches[job] + inside
+        return before

@@ -38,11 +38,11 @@ def pairings(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
     if not (p.others or d.others):
         return (Pairing(0, p, d, pushed(p, d)),)
     ours, theirs = (dict(zip(side.layers, side.kind_indices, strict=True)) for side in (p, d))
-    found: dict[tuple[int, int], list[str]] = {}
+    by_kinds: dict[tuple[int, int], list[str]] = {}
     for name in p.layers:
         if name in theirs:
-            found.setdefault((ours[name], theirs[name]), []).append(name)
-    return tuple(Pairing(a, p.kinds[a], d.kinds[b], frozenset(names)) for (a, b), names in found.items())
+            by_kinds.setdefault((ours[name], theirs[name]), []).append(name)
+    return tuple(Pairing(a, p.kinds[a], d.kinds[b], frozenset(names)) for (a, b), names in by_kinds.items())
 
 
 def between(p: CacheGeometry, d: CacheGeometry, stage: int, d_stage: int) -> tuple[Pairing, ...]:
@@ -59,13 +59,13 @@ def contributors(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[tuple
     that would receive nothing waits for P's leader, (0, 0), so that it learns of the transfer.
     """
     d_stage, d_rank = d.stage_and_rank(worker)
-    found = {
+    ranks = {
         (stage, rank)
         for stage in range(len(p.stages))
         for pair in between(p, d, stage, d_stage)
         for rank in shard.contributors(pair.p, pair.d, d_rank)
     }
-    return tuple(sorted(found)) or ((0, 0),)
+    return tuple(sorted(ranks)) or ((0, 0),)
 
 
 @lru_cache(maxsize=1024)
@@ -88,11 +88,11 @@ def exchanged(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
     """
     if no_exchange_reason(p, d):
         return ()
-    found = tuple(
+    pairs = tuple(
         pair for pair in pairings(p, d) if not pair.p.group.stateful
     )  # a head's state is contiguous already: an exchange gains nothing
-    if len(found) == 1:
-        return found
-    if len({pair.kind for pair in found}) < len(found):
+    if len(pairs) == 1:
+        return pairs
+    if len({pair.kind for pair in pairs}) < len(pairs):
         return ()
-    return tuple(pair for pair in found if pair.p.kv_heads > 1)
+    return tuple(pair for pair in pairs if pair.p.kv_heads > 1)

@@ -168,8 +168,8 @@ class StepPlanner:
         if p.world == d.world == 1:
             return np.arange(len(jobs)), grid(lo, hi, ours, theirs)
         part = self._p.ranks.part(self._rank)
-        found = [shared(p, part, d, target.d_part, *bounds) for bounds in zip(lo.tolist(), hi.tolist(), strict=True)]
-        return dealt_grid(found, ours, theirs)
+        runs = [shared(p, part, d, target.d_part, *bounds) for bounds in zip(lo.tolist(), hi.tolist(), strict=True)]
+        return dealt_grid(runs, ours, theirs)
 
     def _fill(
         self, plans: list[JobPlan], jobs: Sequence[Job], members: Sequence[int], target: Served, lo: Ints, hi: Ints
@@ -186,8 +186,8 @@ class StepPlanner:
         lo, hi = lo[busy], hi[busy]
         distinct = list(dict.fromkeys(target.patterns))  # K and V alike: one set of spans serves both
         which = [distinct.index(pattern) for pattern in target.patterns]
-        found = [merged(*pattern.spans(chunks)) for pattern in distinct]
-        groups = [(spans, ends.tolist()) for spans, ends in found]
+        all_spans = [merged(*pattern.spans(chunks)) for pattern in distinct]
+        groups = [(spans, ends.tolist()) for spans, ends in all_spans]
         heads = (target.heads.start, target.heads.stop)
         for index, (job, begin, end) in enumerate(zip(chosen, lo.tolist(), hi.tolist(), strict=True)):
             cut = [spans.part(ends, index) for spans, ends in groups]
@@ -199,13 +199,13 @@ class StepPlanner:
 def by_layout(jobs: Sequence[Job]) -> dict[LayoutKey, list[int]]:
     """Return the indices of the jobs by layout. Both are in the order of the jobs, never in hash order."""
     layouts: dict[int, list[int]] = {}
-    found: dict[LayoutKey, list[int]] = {}
+    members_of: dict[LayoutKey, list[int]] = {}
     for index, job in enumerate(jobs):
         members = layouts.get(id(job.d))
         if members is None:
-            members = layouts[id(job.d)] = found.setdefault(layout_key(job.d), [])
+            members = layouts[id(job.d)] = members_of.setdefault(layout_key(job.d), [])
         members.append(index)
-    return found
+    return members_of
 
 
 def line_of(jobs: Sequence[Job], granule_tokens: int) -> TokenLine:

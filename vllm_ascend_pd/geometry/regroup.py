@@ -41,14 +41,14 @@ _CACHED_ROUTES = 256
 class Slot(msgspec.Struct, frozen=True, eq=False):
     """Data that this rank owns for one D rank of one instance, staged in `nbytes` contiguous bytes.
 
-    `own` gathers from this rank's cache, `received` assembles from the receive buffer; together they fill the slot.
+    `own_rows` gather from this rank's cache, `received` assemble from the receive buffer; together they fill the slot.
     `writes` and `deliveries` are by job index. The writes of a job may be left out: no other job needs its bytes.
     """
 
     instance: int
     d_rank: int
     nbytes: int
-    own: Rows
+    own_rows: Rows
     received: Rows
     writes: dict[int, tuple[Spans, ...]]
     deliveries: dict[int, Delivery]
@@ -131,7 +131,7 @@ class RegroupPlanner:
                 slots.extend(self._slots(flow, jobs, received, through))
                 continue
             # Nothing arrives from other ranks: slots of D ranks that get the same tokens differ only in the heads.
-            heads = flow.lane.held
+            heads = flow.lane.d_heads
             key = id(flow.line), flow.intervals[self._rank], len(heads)
             like = alone.get(key)
             if like is None:
@@ -151,7 +151,7 @@ class RegroupPlanner:
         matrix, _ = self._matrix(flows)
         slot = 0
         for flow in flows:
-            heads = len(flow.lane.held)
+            heads = len(flow.lane.d_heads)
             instances = np.array([jobs[index].instance for index in flow.members], dtype=np.int64)
             for owner, size in flow.head_bytes.items():
                 if size * heads > enough and (instances != instances[0]).any():
@@ -182,8 +182,8 @@ class RegroupPlanner:
                 size = np.zeros(len(shares.ranks), dtype=np.int64)
                 for region in d.regions:
                     size += np.diff(blocks if region.opaque else cuts) * region.cell_bytes
-                places = cuts.tolist()
-                intervals = dict(zip(shares.ranks, pairwise(places), strict=True))
+                borders = cuts.tolist()
+                intervals = dict(zip(shares.ranks, pairwise(borders), strict=True))
                 head_bytes = dict(zip(shares.ranks, size.tolist(), strict=True))
                 flows.append(_Flow(lane, d, members, line, intervals, head_bytes))
         return flows
@@ -219,7 +219,7 @@ class RegroupPlanner:
         if not len(segments.jobs):
             return np.empty((0, len(CACHE_ROW)), dtype=np.int64)
         p_head = self._own(heads)
-        return cache_rows(self._p, flow.d, segments, begin, p_head, image, len(flow.lane.held))
+        return cache_rows(self._p, flow.d, segments, begin, p_head, image, len(flow.lane.d_heads))
 
     def _own(self, heads: range) -> int:
         """The place of these heads' first among this rank's."""
@@ -249,35 +249,36 @@ class RegroupPlanner:
     def _slot(
         self, lane: Lane, d: CacheGeometry, segments: Segments, members: Sequence[int], arriving: dict[int, list[Ints]]
     ) -> Slot:
-        held, feed = lane.held, lane.feeds[self._rank]
+        d_heads, feed = lane.d_heads, lane.feeds[self._rank]
         base = np.zeros(1, dtype=np.int64)
-        begin, end = starts(d, segments, len(held), np.zeros(len(members), dtype=np.int64), base)
-        own = np.empty((0, len(CACHE_ROW)), dtype=np.int64)
+        begin, end = starts(d, segments, len(d_heads), np.zeros(len(members), dtype=np.int64), base)
+        own_rows = np.empty((0, len(CACHE_ROW)), dtype=np.int64)
         if self._rank not in arriving:
             heads = feed[self._rank]
-            image = Image(len(held), heads.start - held.start, len(heads))
+            image = Image(len(d_heads), heads.start - d_heads.start, len(heads))
             p_head = self._own(heads)
-            own = cache_rows(self._p, d, segments, begin, p_head, image, len(held))
+            own_rows = cache_rows(self._p, d, segments, begin, p_head, image, len(d_heads))
         received = []
         for source, regions in arriving.items():
-            image = Image(len(held), feed[source].start - held.start, len(feed[source]))
-            received.append(buffer_rows(d, segments, regions, begin, image, len(held)))
-        by_region = [(spans, ends.tolist()) for spans, ends in slot_spans(d, segments, begin, len(held))]
+            image = Image(len(d_heads), feed[source].start - d_heads.start, len(feed[source]))
+            received.append(buffer_rows(d, segments, regions, begin, image, len(d_heads)))
+        by_region = [(spans, ends.tolist()) for spans, ends in slot_spans(d, segments, begin, len(d_heads))]
         writes, deliveries = {}, {}
         for index, member in enumerate(members):
             writes[member] = tuple(spans.part(ends, index) for spans, ends in by_region)
-            deliveries[member] = Delivery(int(segments.lo[index]), int(segments.hi[index]), (held.start, held.stop))
+            bounds = d_heads.start, d_heads.stop
+            deliveries[member] = Delivery(int(segments.lo[index]), int(segments.hi[index]), bounds)
         rows = _stacked(received, len(BUFFER_ROW))
-        return Slot(segments.jobs[0].instance, lane.d_rank, int(end[0]), own, rows, writes, deliveries)
+        return Slot(segments.jobs[0].instance, lane.d_rank, int(end[0]), own_rows, rows, writes, deliveries)
 
 
-def _of_other_heads(slot: Slot, d_rank: int, held: range, p_head: int) -> Slot:
+def _of_other_heads(slot: Slot, d_rank: int, d_heads: range, p_head: int) -> Slot:
     """Return the slot for another D rank that gets the same tokens of as many heads, all held by this rank."""
-    own = slot.own.copy()
-    own[:, CACHE_ROW.index("head")] = p_head
-    heads = held.start, held.stop
+    own_rows = slot.own_rows.copy()
+    own_rows[:, CACHE_ROW.index("head")] = p_head
+    heads = d_heads.start, d_heads.stop
     deliveries = {job: Delivery(old.lo, old.hi, heads) for job, old in slot.deliveries.items()}
-    return msgspec.structs.replace(slot, d_rank=d_rank, own=own, deliveries=deliveries)
+    return msgspec.structs.replace(slot, d_rank=d_rank, own_rows=own_rows, deliveries=deliveries)
 
 
 def _segments(

@@ -67,19 +67,19 @@ def grid(lo: Ints, hi: Ints, src: Tables, dst: Tables) -> Grid:
     return Grid(tokens, *sides[0], *sides[1], count, ends)
 
 
-def dealt_grid(found: Sequence[SharedRuns], src: Tables, dst: Tables) -> tuple[Ints, Grid]:
+def dealt_grid(runs: Sequence[SharedRuns], src: Tables, dst: Tables) -> tuple[Ints, Grid]:
     """Return the indices of jobs with tokens that both ranks hold, and these runs of tokens as chunks."""
-    counts = np.array([len(one.count) for one in found], dtype=np.int64)
+    counts = np.array([len(one.count) for one in runs], dtype=np.int64)
     some = np.flatnonzero(counts)
-    chosen = [found[index] for index in some.tolist()]
+    chosen = [runs[index] for index in some.tolist()]
     sides = []
     for side, blocks in ((src, [one.p_block for one in chosen]), (dst, [one.d_block for one in chosen])):
         ids = [np.empty(0, dtype=np.int32)]
-        for index, places in zip(some.tolist(), blocks, strict=True):
+        for index, numbers in zip(some.tolist(), blocks, strict=True):
             table, first = side.ids[index], side.firsts[index]
-            if int(places.max()) - first >= len(table) or int(places.min()) < first:
+            if int(numbers.max()) - first >= len(table) or int(numbers.min()) < first:
                 raise LocalProtocolError("a job's block table is shorter than its token range")
-            ids.append(table[places - first])
+            ids.append(table[numbers - first])
         sides.append(np.concatenate(ids))
 
     def joined(parts: list[Ints]) -> Ints:

@@ -42,8 +42,8 @@ class Shares(msgspec.Struct, frozen=True):
 def _holders(ranks: Ranks, part: int) -> tuple[tuple[int, ...], ...]:
     """Return, by head, the ranks of an engine that hold it for a part of the tokens, in rank order."""
     some = [rank for rank in range(len(ranks)) if ranks.part(rank) == part]
-    held = {rank: ranks.head_range(rank) for rank in some}
-    return tuple(tuple(rank for rank in some if head in held[rank]) for head in range(ranks.kv_heads))
+    heads_of = {rank: ranks.head_range(rank) for rank in some}
+    return tuple(tuple(rank for rank in some if head in heads_of[rank]) for head in range(ranks.kv_heads))
 
 
 def head_shares(p: CacheGeometry, d: CacheGeometry, d_rank: int, head: int, part: int = 0) -> Shares:
@@ -90,8 +90,8 @@ def _contributors(
     p: Ranks, p_split: context_parallel.TokenSplit, d: Ranks, d_split: context_parallel.TokenSplit, d_rank: int
 ) -> tuple[int, ...]:
     parts = context_parallel.contributors(p_split, d_split, d.part(d_rank))
-    found = (_head_shares(p, part, d, d_rank, head).ranks for part in parts for head in d.head_range(d_rank))
-    return tuple(sorted(set(chain.from_iterable(found))))
+    holders = (_head_shares(p, part, d, d_rank, head).ranks for part in parts for head in d.head_range(d_rank))
+    return tuple(sorted(set(chain.from_iterable(holders))))
 
 
 def destinations(p: CacheGeometry, d: CacheGeometry, rank: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
             receive[rank] += sum(len(heads) for source, heads in feed.items() if source != rank)
             given = [len(feeds[rank]) for owner, feeds in lane.feeds.items() if owner != rank and rank in feeds]
             send[rank] += max(given, default=0)
-    slot = max(len(lane.held) for lane in lanes)
+    slot = max(len(lane.d_heads) for lane in lanes)
     return Room(slot * head, max(send) * head, max(receive) * head)
 
 

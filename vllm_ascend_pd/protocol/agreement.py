@@ -35,32 +35,32 @@ def differences(
 
     `theirs` is P's layout, or the error why it cannot be used. `d` is D's geometry.
     """
-    found: list[str] = []
+    unlike: list[str] = []
     refusal = OURS.refusal(begin.version, begin.needs)
     if refusal is not None:
         return [f"{refusal.sentence} {refusal.remedy}"]
     if isinstance(theirs, PdError):
         return [f"{theirs.sentence} {theirs.remedy}"]
-    _compare(found, "model", theirs.model, model)
+    _compare(unlike, "model", theirs.model, model)
     if begin.quiet_s > MAX_QUIET_S:
-        found.append(f"quiet time: prefill {begin.quiet_s:g}, decode at most {MAX_QUIET_S:g}")
-    found.extend(_mismatches(theirs.geometry, d))
-    if not found:
+        unlike.append(f"quiet time: prefill {begin.quiet_s:g}, decode at most {MAX_QUIET_S:g}")
+    unlike.extend(_mismatches(theirs.geometry, d))
+    if not unlike:
         # Only if the caches fit each other: else shares and plans have no meaning.
         pairs = contributor_pairs(theirs.geometry, d, worker)
         if begin.contributors != contributors_digest(pairs):
-            found.append(f"contributors: prefill {begin.contributors}, decode {_set(pairs)}")
+            unlike.append(f"contributors: prefill {begin.contributors}, decode {_set(pairs)}")
         if begin.contributor not in pairs:
-            found.append(f"contributor: {begin.contributor} is not in the set")
+            unlike.append(f"contributor: {begin.contributor} is not in the set")
         digests = [_digest(theirs.geometry, d, first, end, mode) for mode in PLAN_MODES]
         if begin.plan_digest not in digests:
-            found.append(f"plan: prefill {begin.plan_digest}, decode {' or '.join(digests)}")
-    return found
+            unlike.append(f"plan: prefill {begin.plan_digest}, decode {' or '.join(digests)}")
+    return unlike
 
 
-def _compare(found: list[str], field: str, prefill: object, decode: object) -> None:
+def _compare(unlike: list[str], field: str, prefill: object, decode: object) -> None:
     if prefill != decode:
-        found.append(f"{field}: prefill {prefill}, decode {decode}")
+        unlike.append(f"{field}: prefill {prefill}, decode {decode}")
 
 
 def _set(contributors: tuple[Contributor, ...]) -> str:

@@ -90,7 +90,7 @@ class PrefillMessages:
     def failed(self, pair: PairRecord, *, quiescent: bool) -> Failed:
         return Failed(**self._next(pair), quiescent=quiescent, failure=_bounded(pair.push.cause))
 
-    def over(self, message: Message) -> Failed:
+    def push_over(self, message: Message) -> Failed:
         """Return a FAILED for a push that is unknown or over here: no write of it is in progress."""
         mine = {"p_incarnation": self.incarnation, "contributor": self.contributor}
         failure = Failure("PD-XFER-002", "the push is over")

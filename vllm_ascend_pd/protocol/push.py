@@ -307,7 +307,7 @@ class Sender:
                 pair.acknowledged = True  # D must have given up by now
                 self.counters["unacknowledged"] += 1
             else:
-                pair.resend.again(now)
+                pair.resend.sent(now)
                 self._machine.repeat(now, pair, None)
 
     def _schedule(self, push: PushRecord) -> None:

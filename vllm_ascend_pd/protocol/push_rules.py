@@ -85,7 +85,7 @@ class PairMachine:
         self._send_request(now, pair, self.messages.begin(pair, known[0] if known else ""))
 
     def ask_again(self, now: float, pair: PairRecord, cause: None) -> None:
-        pair.begin.again(now)
+        pair.begin.sent(now)
         self.ask(now, pair, cause)
 
     def ask_with_layout(self, now: float, pair: PairRecord, received: Incoming[LayoutRequest]) -> None:
@@ -95,7 +95,7 @@ class PairMachine:
 
     def renew(self, now: float, pair: PairRecord, cause: None) -> None:
         """Ask for more time. What was agreed stays agreed."""
-        pair.begin.again(now)
+        pair.begin.sent(now)
         self._send_request(now, pair, self.messages.renew(pair))
 
     def _send_request(self, now: float, pair: PairRecord, asks: Begin | Renew) -> None:
@@ -258,4 +258,4 @@ class PairMachine:
         pair.acknowledged = True
 
     def answer_gone(self, now: float, pair: None, received: Incoming[Ready | Cancel]) -> None:
-        self.actions.append(Send(received.peer, self.messages.over(received.message)))
+        self.actions.append(Send(received.peer, self.messages.push_over(received.message)))

@@ -97,7 +97,7 @@ class Receiver:
             return self._local(ReservationEvent.VERIFIED, now, transfer)
         return self._local(ReservationEvent.CORRUPT, now, transfer, Failure("PD-WIRE-004", layer))
 
-    def over(self, now: float, transfer: TransferId) -> list[Action]:
+    def load_over(self, now: float, transfer: TransferId) -> list[Action]:
         """Drop the record: all ranks have reported to the scheduler."""
         return self._local(ReservationEvent.OVER, now, transfer)
 
@@ -249,7 +249,7 @@ class Receiver:
             self._machine.fire(ReservationEvent.DEADLINE, now, record, failure)
         for writer in record.leased():
             if writer.cancel is not None and writer.cancel_at is not None and now >= writer.cancel_at:
-                writer.cancel.again(now)
+                writer.cancel.sent(now)
                 self._machine.cancel(writer, record.failure)
 
     def _running_due(self, now: float, record: Transfer) -> None:

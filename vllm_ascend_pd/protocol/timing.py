@@ -90,9 +90,9 @@ class Repetition:
         self._first = self._gap = first_s
         self._max = max_s
         self.at = now
-        self.again(now)
+        self.sent(now)
 
-    def again(self, now: float) -> None:
+    def sent(self, now: float) -> None:
         """Record that the message is sent now, for the first time or again."""
         self.at = now + self._gap
         self._gap = min(self._gap * 2, self._max)

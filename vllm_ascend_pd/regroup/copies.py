@@ -132,10 +132,10 @@ class GatherCopies:
     def _page(self, rows: Ints, views: Sequence[View], caches: Sequence[torch.Tensor], pages: Pages) -> None:
         blocks, first = np.unique(rows[:, 1], return_index=True)
         blocks = blocks[np.argsort(first)]  # in the order of the rows, so that their boxes can be joined
-        places = np.zeros(int(blocks.max()) + 1, dtype=np.int64)
-        places[blocks] = np.arange(len(blocks))
+        row_of = np.zeros(int(blocks.max()) + 1, dtype=np.int64)
+        row_of[blocks] = np.arange(len(blocks))
         moved = rows.copy()
-        moved[:, 1] = places[rows[:, 1]]
+        moved[:, 1] = row_of[rows[:, 1]]
         self._from_pages = joined(boxes_of_cache_rows(moved, views))
         device, tokens = caches[0].device, views[0][2]
 

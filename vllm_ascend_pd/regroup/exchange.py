@@ -61,7 +61,7 @@ def absent(tags: Mapping[int, int], number: int) -> list[int]:
 class SlotRows:
     """Copies that fill one slot. The tags of `sources` are copied to `tags`, behind the slot's bytes."""
 
-    own: Gather | None
+    gather: Gather | None
     received: Assemble | None
     sources: tuple[int, ...]
     tags: int
@@ -71,8 +71,8 @@ class SlotRows:
         if not self.sources:
             return []
         tags = slot.memory[self.tags : self.tags + tags_of(len(self.sources))].cpu().view(torch.int64)
-        found = tags.view(len(self.sources), -1)[:, 0].tolist()
-        return absent(dict(zip(self.sources, found, strict=True)), number)
+        numbers = tags.view(len(self.sources), -1)[:, 0].tolist()
+        return absent(dict(zip(self.sources, numbers, strict=True)), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +146,21 @@ class GroupExchange:
         )
 
     def _blocks(self, plan: RegroupPlan) -> torch.Tensor:
-        gathered = np.concatenate([plan.send[:, _BLOCK], *(slot.own[:, _BLOCK] for slot in plan.slots)])
+        gathered = np.concatenate([plan.send[:, _BLOCK], *(slot.own_rows[:, _BLOCK] for slot in plan.slots)])
         return torch.from_numpy(np.unique(gathered)).to(self._send.device)
 
     def _slot(self, planned: Slot, receives: _Tagged, slot: torch.Tensor, layer: int) -> SlotRows:
-        own = Gather(planned.own, self._caches[layer], slot) if len(planned.own) else None
+        gather = Gather(planned.own_rows, self._caches[layer], slot) if len(planned.own_rows) else None
         tags = -(-planned.nbytes // TAG_BYTES) * TAG_BYTES
         if not len(planned.received):
-            return SlotRows(own, None, (), tags)
+            return SlotRows(gather, None, (), tags)
         sources = receives.ranks_of(planned.received, _SOURCE)
         moved = [
             (TAG_BYTES, 1, 1, receives.tag_of[source], TAG_BYTES, TAG_BYTES, at, TAG_BYTES, TAG_BYTES)
             for source, at in zip(sources, range(tags, tags + tags_of(len(sources)), TAG_BYTES), strict=True)
         ]
         rows = np.concatenate([receives.shifted(planned.received, _SOURCE), np.array(moved, dtype=np.int64)])
-        return SlotRows(own, Assemble(rows, self._receive, slot), sources, tags)
+        return SlotRows(gather, Assemble(rows, self._receive, slot), sources, tags)
 
     def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         """Exchange one layer of one sub-step. Bytes of a slot that is None are dropped.
@@ -185,8 +185,8 @@ class GroupExchange:
             for slot, one in zip(slots, rows.slots, strict=True):
                 if slot is None:
                     continue
-                if one.own is not None:
-                    one.own(caches, slot.memory)
+                if one.gather is not None:
+                    one.gather(caches, slot.memory)
                 if one.received is not None:
                     one.received(self._receive, slot.memory)
         except Exception as failed:
@@ -247,8 +247,8 @@ class _Tagged:
         return rows
 
     def _ranks(self, rows: Rows, column: int) -> Ints:
-        found: Ints = np.searchsorted(self._ends, rows[:, column], side="right")
-        return found
+        ranks: Ints = np.searchsorted(self._ends, rows[:, column], side="right")
+        return ranks
 
 
 def new_group(tp_size: int, count: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:

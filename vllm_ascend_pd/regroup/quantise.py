@@ -67,17 +67,17 @@ def _key_and_value(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) ->
 
 def _of_rank(name: str, shape: CacheShape, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return, of K and of V, the reciprocal scale and the offset of this rank's heads: by channel, or one for all."""
-    own = shape.of(name)
-    heads = Ranks(own.total_heads, shape.tp_size).head_range(rank)
+    layer = shape.of(name)
+    heads = Ranks(layer.total_heads, shape.tp_size).head_range(rank)
 
     def part(scale: torch.Tensor) -> torch.Tensor:
         whole = scale.detach()
         if whole.numel() == 1:
             return whole
-        if whole.numel() != own.total_heads * own.head_size:
-            why = f"{whole.numel()} scales for {own.total_heads} heads of {own.head_size} channels"
+        if whole.numel() != layer.total_heads * layer.head_size:
+            why = f"{whole.numel()} scales for {layer.total_heads} heads of {layer.head_size} channels"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
-        return whole.view(-1, own.head_size)[heads.start : heads.stop]
+        return whole.view(-1, layer.head_size)[heads.start : heads.stop]
 
     k_scale, k_offset, v_scale, v_offset = map(part, shape.int8_scales[name])
     return [(1.0 / k_scale, k_offset), (1.0 / v_scale, v_offset)]

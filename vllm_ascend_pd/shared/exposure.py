@@ -14,10 +14,10 @@ from vllm_ascend_pd.errors import ConfigError
 def is_loopback(host: str) -> bool:
     """Return whether every address that `host` stands for is a loopback address; False if it cannot be resolved."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found)
+    return bool(infos) and all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in infos)
 
 
 SECLUDED = "prefill engines of other hosts cannot reach {host}, and requests come from {url}."

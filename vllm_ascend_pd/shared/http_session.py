@@ -87,12 +87,12 @@ class HttpWire(ResponseHandler):
 
     def _listen(self) -> None:
         """Fail if the silence is too long, else look when it can be. To set a timer costs more than to read a piece."""
-        now, over = self._loop.time(), self._answer is not None and self._answer.is_eof()
+        now, at_end = self._loop.time(), self._answer is not None and self._answer.is_eof()
         left = (now if self._held else self._heard) + self._silence_s - now
         if self._look is not None:
             self._look.cancel()
-        self._look = self._loop.call_later(left, self._listen) if left > 0 and not over else None
-        if self._look is None and not over:
+        self._look = self._loop.call_later(left, self._listen) if left > 0 and not at_end else None
+        if self._look is None and not at_end:
             late = f"no {'answer' if self._answer is None else 'data'} in time"
             self.set_exception(UpstreamError(HttpFailure.TIMEOUT, late))
 
@@ -185,7 +185,7 @@ class HttpConnector(aiohttp.BaseConnector):
         """Return a server's addresses. It is not to blame if its name is not known yet for want of a name server."""
         failure = HttpFailure.CONNECT if self._resolver.met(host) else HttpFailure.OURS
         try:
-            found = await within(self._connect_s, self._resolver.resolve(host))
+            addresses = await within(self._connect_s, self._resolver.resolve(host))
         except asyncio.TimeoutError as problem:
             raise UpstreamError(failure, "its name is still being looked up") from problem
         except OSError as problem:
@@ -194,7 +194,7 @@ class HttpConnector(aiohttp.BaseConnector):
             unanswered = isinstance(problem, socket.gaierror) and problem.errno == socket.EAI_AGAIN
             why = f"its name has no address: {problem}"
             raise UpstreamError(failure if unanswered else HttpFailure.CONNECT, why) from problem
-        return [(address["family"], address["host"]) for address in found]
+        return [(address["family"], address["host"]) for address in addresses]
 
 
 class HttpSession:

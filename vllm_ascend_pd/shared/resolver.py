@@ -58,12 +58,12 @@ class Resolver:
 
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Address]:
         """Return the addresses of a host. Raise OSError if its look-up fails and no earlier answer serves."""
-        found = self.known(host)
-        if found is None:
-            found = await asyncio.shield(self._look_up(host))  # who leaves stops the look-up of no other
+        hosts = self.known(host)
+        if hosts is None:
+            hosts = await asyncio.shield(self._look_up(host))  # who leaves stops the look-up of no other
         return [
             Address(hostname=host, host=address, port=port, family=kind, proto=0, flags=_NUMERIC)
-            for kind, address in found
+            for kind, address in hosts
             if family in (socket.AF_UNSPEC, kind)
         ]
 
@@ -159,24 +159,24 @@ async def reach(hosts: Hosts, connect: Callable[[str], Awaitable[T]]) -> T:
 
 
 def _ask_system(host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Hosts]) -> None:
-    found: Hosts | OSError
+    hosts: Hosts | OSError
     try:
         if "\0" in host:  # some releases of Python look up what is before it
             raise ValueError("embedded null character")
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        found = list(dict.fromkeys((int(kind), str(address[0])) for kind, _, _, _, address in entries))
+        hosts = list(dict.fromkeys((int(kind), str(address[0])) for kind, _, _, _, address in entries))
     except OSError as problem:
-        found = problem
+        hosts = problem
     except ValueError as problem:  # an encoding's too
-        found = OSError(errno.EINVAL, f"it is no name ({problem})")
+        hosts = OSError(errno.EINVAL, f"it is no name ({problem})")
     with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-        loop.call_soon_threadsafe(_deliver, answer, found)
+        loop.call_soon_threadsafe(_deliver, answer, hosts)
 
 
-def _deliver(answer: asyncio.Future[Hosts], found: Hosts | OSError) -> None:
+def _deliver(answer: asyncio.Future[Hosts], hosts: Hosts | OSError) -> None:
     if answer.done():  # cancelled
         return
-    if isinstance(found, OSError):
-        answer.set_exception(found)
+    if isinstance(hosts, OSError):
+        answer.set_exception(hosts)
     else:
-        answer.set_result(found)
+        answer.set_result(hosts)

@@ -25,9 +25,9 @@ class TlsFiles:
         While files are being replaced, certificate and key may not fit: then the last context is kept.
         """
         try:
-            found = [(one.st_mtime_ns, one.st_ino, one.st_size) for one in map(os.stat, self._paths)]
-            if self._context is None or found != self._made_of:
-                self._context, self._made_of = self._make(), found
+            stamps = [(one.st_mtime_ns, one.st_ino, one.st_size) for one in map(os.stat, self._paths)]
+            if self._context is None or stamps != self._made_of:
+                self._context, self._made_of = self._make(), stamps
         except OSError as problem:  # ssl.SSLError is one
             if self._context is None:
                 raise

@@ -22,13 +22,13 @@ _FDS = Path("/proc/self/fd")
 def shorten_accept(port: int, seconds: float) -> bool:
     """Let accept() of the listener on `port` time out after so many seconds. Return whether it was found."""
     timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    found = False
+    is_there = False
     for sock in _own_sockets():
         with contextlib.suppress(OSError):
             if _is_listener(sock, port):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-                found = True
-    return found
+                is_there = True
+    return is_there
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -52,8 +52,8 @@ def numeric(address: str) -> list[str]:
     A silent name server takes ten seconds or more: this is not for a thread that others wait for.
     """
     host, port = host_and_port(address)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(f"{entry[4][0]}:{port}" for entry in found))
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(f"{entry[4][0]}:{port}" for entry in addresses))
 
 
 def shut_connections(address: str) -> int:

@@ -94,9 +94,9 @@ def load(protocol: str) -> type[RawEngine]:
         module = importlib.import_module("mooncake.engine")
     except ImportError as error:  # it, or a shared library that it needs, is not installed
         raise PdError("PD-WIRE-001", why=str(error)) from error
-    found = installed_version()
-    if protocol == "tcp" and found is not None and version_key(found[1]) < version_key(OLDEST_FOR_TCP):
-        raise PdError("PD-WIRE-001", why=f"{found[0]} {found[1]} is too old for tcp, {OLDEST_FOR_TCP} is needed")
+    package = installed_version()
+    if protocol == "tcp" and package is not None and version_key(package[1]) < version_key(OLDEST_FOR_TCP):
+        raise PdError("PD-WIRE-001", why=f"{package[0]} {package[1]} is too old for tcp, {OLDEST_FOR_TCP} is needed")
     engine: type[RawEngine] = module.TransferEngine
     return engine
 

@@ -39,7 +39,7 @@ class _AskedPeer:
     address: str  # as the peer gives it: perhaps with a name
     cut_at: float  # when its connections are shut down next
     tried: str = ""  # the numeric address that is probed, or was last
-    over: bool = False  # no other address is tried
+    ended: bool = False  # no other address is tried
     answered: float = 0.0
     answer: ProbeAnswer = ProbeAnswer.ASKING
     thread: threading.Thread = field(init=False)
@@ -121,7 +121,7 @@ class PeerProbes:
         try:
             for address in numeric(asked.address):
                 asked.tried = address
-                answered = not asked.over and self._probe(address)
+                answered = not asked.ended and self._probe(address)
                 if answered:
                     break
         except OSError as unknown:
@@ -131,7 +131,7 @@ class PeerProbes:
             asked.answer = ProbeAnswer.YES if answered else ProbeAnswer.NO
 
     def _cut(self, asked: _AskedPeer) -> None:
-        asked.over = True
+        asked.ended = True
         if asked.tried:  # else its name is still looked up
             shut_connections(asked.tried)
 
@@ -159,11 +159,11 @@ def watched(address: str, timeout_s: float | None) -> Iterator[bool]:
     if timeout_s is None:
         yield True
         return
-    over = threading.Event()
+    ended = threading.Event()
 
     def watch() -> None:
         left = timeout_s
-        while not over.wait(left):
+        while not ended.wait(left):
             shut_connections(address)
             left = AGAIN_S
 
@@ -171,6 +171,6 @@ def watched(address: str, timeout_s: float | None) -> Iterator[bool]:
     try:
         yield thread is not None
     finally:
-        over.set()
+        ended.set()
         if thread is not None:
             thread.join(JOIN_S)

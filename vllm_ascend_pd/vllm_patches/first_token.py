@@ -160,16 +160,16 @@ def _other_shape(vllm_config: Any, scheduler: type) -> str:
     second = is_second(vllm_config)
     if second and not _reads(getattr(scheduler, _SCHEDULE), f"req.{_ALL_TOKENS}"):
         return f"the scheduler {scheduler.__name__} does not hand all tokens of a new request to the workers"
-    found = differing(
+    unlike = differing(
         (Scheduler.update_from_output, OUTPUTS),
         (check_stop, ("request", "max_model_len")),
         (getattr(batch, _ADDED), _STATES if second else _BATCH),
     )
-    found += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
-    found += [name for name in REQUEST_USED if not hasattr(Request, name)]
-    found += [name for name in OUTPUT_USED if name not in EngineCoreOutput.__struct_fields__]
-    found += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
-    return f"this vLLM's {', '.join(found)} differ" if found else ""
+    unlike += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
+    unlike += [name for name in REQUEST_USED if not hasattr(Request, name)]
+    unlike += [name for name in OUTPUT_USED if name not in EngineCoreOutput.__struct_fields__]
+    unlike += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
+    return f"this vLLM's {', '.join(unlike)} differ" if unlike else ""
 
 
 def _reads(method: Callable[..., Any], attribute: str) -> bool:
@@ -207,8 +207,8 @@ def why_no_grammar(vllm_config: Any) -> str:
     settings = vllm_config.structured_outputs_config
     if getattr(settings, "reasoning_parser", ""):
         return "reasoning"  # the grammar begins where the model's reasoning ends
-    own = ("disable_any_whitespace", "disable_additional_properties")
-    return "grammar settings" if any(getattr(settings, name, False) for name in own) else ""
+    theirs = ("disable_any_whitespace", "disable_additional_properties")
+    return "grammar settings" if any(getattr(settings, name, False) for name in theirs) else ""
 
 
 def other_grammars() -> str:
@@ -220,16 +220,16 @@ def other_grammars() -> str:
         from vllm.v1.structured_output.backend_types import StructuredOutputGrammar as Grammar
 
         taken, asked = (Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED)
-        found = differing(taken, asked, (Manager.accept_tokens, _ADVANCED))
+        unlike = differing(taken, asked, (Manager.accept_tokens, _ADVANCED))
     except (ImportError, AttributeError) as missing:
         return f"this vLLM has {missing.name} elsewhere"
-    return f"this vLLM's {', '.join(found)} differ" if found else ""
+    return f"this vLLM's {', '.join(unlike)} differ" if unlike else ""
 
 
 def chosen(request: Any) -> dict[str, Any]:
     """Return how a request's tokens are chosen: the parameters `given`, and the library that reads its grammar."""
-    found, shaped = given(request.sampling_params), request.structured_output_request
-    return found if shaped is None else {**found, GRAMMAR: type(shaped.grammar).__name__}
+    given_back, shaped = given(request.sampling_params), request.structured_output_request
+    return given_back if shaped is None else {**given_back, GRAMMAR: type(shaped.grammar).__name__}
 
 
 def refusal(request: Any, why_no_grammar: str = "") -> str:

@@ -41,8 +41,8 @@ def unproven() -> str:
 def install(vllm_config: Any) -> str:
     """Wrap the engine's scheduler, once. Return why not; empty: it is wrapped."""
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    if found := [name for name in _USED if not hasattr(scheduler, name)]:
-        return f"the scheduler {scheduler.__name__} differs in {', '.join(found)}"
+    if lacking := [name for name in _USED if not hasattr(scheduler, name)]:
+        return f"the scheduler {scheduler.__name__} differs in {', '.join(lacking)}"
     if not (why := step_hooks.wrap_outputs(scheduler)):
         wrap(scheduler, _SCHEDULE, _lending)
     return why

@@ -20,8 +20,8 @@ def install() -> str:
     """Wrap vllm-ascend's model runner, once. Return why not; empty: it is wrapped."""
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
-    found = getattr(NPUModelRunner, _STATE, None)
-    if found is None or differing((found, _PARAMETERS)):
+    state = getattr(NPUModelRunner, _STATE, None)
+    if state is None or differing((state, _PARAMETERS)):
         return "vllm-ascend's model runner names the state of a step otherwise"
     wrap(NPUModelRunner, _STATE, as_chunks)
     return ""

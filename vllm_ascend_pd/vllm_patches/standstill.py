@@ -82,10 +82,10 @@ def _read(scheduler: Any) -> tuple[list[tuple[Any, Any]], _BlockHolders]:
         for request in queue:
             if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
                 startable = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-                held = startable and request.num_computed_tokens > 0
-            elif not (held := request.request_id in scheduler.finished_recving_kv_req_ids):
+                has_blocks = startable and request.num_computed_tokens > 0
+            elif not (has_blocks := request.request_id in scheduler.finished_recving_kv_req_ids):
                 loading += 1
-            if held:
+            if has_blocks:
                 loaded.append((request, queue))
     ended = len(scheduler.requests) - sum(scheduler.get_request_counts())
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -65,8 +65,8 @@ class HasStepHooks:
 
 def wrap_outputs(scheduler: type) -> str:
     """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
-    found = getattr(scheduler, OUTPUTS_READ, lambda: None)
-    if differing((found, OUTPUTS)):
+    outputs = getattr(scheduler, OUTPUTS_READ, lambda: None)
+    if differing((outputs, OUTPUTS)):
         return f"the scheduler {scheduler.__name__} differs in update_from_output"
     wrap(scheduler, OUTPUTS_READ, _with_hooks)
     return ""

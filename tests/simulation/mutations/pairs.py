@@ -62,7 +62,7 @@ class CancelAnsweredAtOnce(Sender):
     def message(self, now: float, peer: Any, message: Message) -> list[Action]:
         actions = super().message(now, peer, message)
         if isinstance(message, Cancel) and message.p_incarnation == self._messages.incarnation:
-            actions.append(Send(peer, self._messages.over(message)))
+            actions.append(Send(peer, self._messages.push_over(message)))
         return actions
 
 

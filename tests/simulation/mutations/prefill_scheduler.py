@@ -144,7 +144,7 @@ class LoadingTakenForCached(PushBook):
     """P pushes everything that vLLM calls computed, also what another connector loads in this step."""
 
     def step(self, chunks: Any, tables: Any) -> None:
-        super().step([replace(chunk, found=None) for chunk in chunks], tables)
+        super().step([replace(chunk, cached=None) for chunk in chunks], tables)
 
 
 class TokenOfAnother(PushBook):

@@ -21,10 +21,10 @@ BAD, GOOD = (TransferId(D_INCARNATION, number, f"uuid-{number}") for number in (
 class BrokenAtEnd(Receiver):
     """A machine that fails where it should drop a record."""
 
-    def over(self, now: float, transfer: TransferId) -> list[Action]:
+    def load_over(self, now: float, transfer: TransferId) -> list[Action]:
         if transfer == BAD:
             raise RuntimeError("planted")
-        return super().over(now, transfer)
+        return super().load_over(now, transfer)
 
 
 class BrokenLoads(Loads):

@@ -124,7 +124,7 @@ def staged(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -
         used = np.zeros(len(received), int)
         for slot in plan.slots:
             memory, filled = np.zeros(slot.nbytes, np.uint8), np.zeros(slot.nbytes, int)
-            gather(cluster, plan.rank, slot.own, memory, filled)
+            gather(cluster, plan.rank, slot.own_rows, memory, filled)
             assemble(received, slot.received, memory, filled, used)
             assert (filled == 1).all()
             write(cluster, slot, jobs, memory)

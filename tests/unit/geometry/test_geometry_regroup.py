@@ -104,7 +104,7 @@ def test_nothing_is_exchanged_where_ranks_hold_all_that_they_own() -> None:
         plan = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)])
         assert not plan.exchanges
         assert not len(plan.send)
-        assert all(len(slot.own) and not len(slot.received) for slot in plan.slots)
+        assert all(len(slot.own_rows) and not len(slot.received) for slot in plan.slots)
 
 
 def test_replicas_share_the_sending() -> None:
@@ -122,11 +122,11 @@ def test_own_bytes_go_through_the_exchange_only_where_that_makes_splits_equal() 
     even = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)])
     assert even.equal_splits
     assert even.send_splits == [4 * 16] * 4
-    assert not len(even.slots[0].own)
+    assert not len(even.slots[0].own_rows)
     uneven = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 50, table, table)])
     assert not uneven.equal_splits
     assert uneven.send_splits[0] == 0
-    assert len(uneven.slots[0].own)
+    assert len(uneven.slots[0].own_rows)
 
 
 def test_a_slot_is_written_in_long_spans() -> None:

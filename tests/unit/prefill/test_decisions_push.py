@@ -115,7 +115,7 @@ def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> No
     assert meta.preempted == ("push",) and [abort.push for abort in meta.aborts] == ["push"]
     assert book.scheduled("r", 0, 10, [4, 5, 6], replaces=True) is None
     book.preempted("r")
-    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="").held and step(book).empty, (
+    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="").blocks_held and step(book).empty, (
         "said once; its blocks are held"
     )
     assert book.released("r")
@@ -185,7 +185,7 @@ def test_what_is_computed_beyond_the_reservation_is_not_pushed() -> None:
 def test_blocks_are_held_until_the_workers_report_once() -> None:
     book = admitted(10)
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
-    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="").held
+    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="").blocks_held
     assert not step(book).aborts
     assert book.open_count() == 1
     assert book.released("r") and not book.released("r")
@@ -195,7 +195,7 @@ def test_blocks_are_held_until_the_workers_report_once() -> None:
 
 def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are_held() -> None:
     book = after(6, [1, 2])
-    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="the client left").held
+    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="the client left").blocks_held
     (abort,) = step(book).aborts
     assert (abort.push, abort.failure.code, abort.failure.detail) == ("push", "PD-XFER-002", "the client left")
 
@@ -204,14 +204,14 @@ def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are
 def test_empty_blocks_at_the_end_are_an_abort(sealed: bool) -> None:
     """vLLM 0.23 ends a request that was preempted in its last step without blocks."""
     book = after(10 if sealed else 6, [1, 2, 3])
-    assert not book.finished(0.0, "r", holds_blocks=False, well=False, why="").held
+    assert not book.finished(0.0, "r", holds_blocks=False, well=False, why="").blocks_held
     assert len(step(book).aborts) == 1
     assert not book.released("r"), "vLLM must not hear of this request"
 
 
 def test_an_abort_before_the_first_step_tells_the_workers_nothing() -> None:
     book = admitted(10)
-    assert not book.finished(0.0, "r", holds_blocks=True, well=False, why="").held
+    assert not book.finished(0.0, "r", holds_blocks=True, well=False, why="").blocks_held
     assert step(book).empty
 
 
@@ -219,7 +219,7 @@ def test_requests_without_a_reservation_are_left_alone() -> None:
     book = PushBook(model="m", geometry=D)
     assert book.scheduled("x", 0, 5, [1], replaces=True) is None
     book.preempted("x")
-    assert not book.finished(0.0, "x", holds_blocks=True, well=False, why="").held and not book.released("x")
+    assert not book.finished(0.0, "x", holds_blocks=True, well=False, why="").blocks_held and not book.released("x")
     assert step(book).empty
 
 
@@ -401,7 +401,7 @@ class AnySequence(RuleBasedStateMachine):
         if name is None:
             return
         request = self.requests.pop(name)
-        held = self.book.finished(0.0, name, holds_blocks=bool(request.table), well=False, why="").held
+        held = self.book.finished(0.0, name, holds_blocks=bool(request.table), well=False, why="").blocks_held
         assert held == (request.started and bool(request.table))
         if held:
             self.held.add(name)

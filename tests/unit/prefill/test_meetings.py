@@ -46,7 +46,7 @@ class PrefillBooks:
         self.book.step([Chunk(request, begin, count, [blocks], replaces=begin == 0)], {}.__getitem__)
 
     def end(self, request: str = "r", now: float = 0.0, well: bool = True) -> bool:
-        return self.book.finished(now, request, holds_blocks=True, well=well, why="it ended").held
+        return self.book.finished(now, request, holds_blocks=True, well=well, why="it ended").blocks_held
 
     def step(self) -> PrefillStep:
         return self.book.take_step()

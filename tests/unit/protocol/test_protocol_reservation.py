@@ -355,7 +355,7 @@ def test_it_ends_well_when_every_contributor_is_done() -> None:
     assert as_text(r.message(0.2, "p2", done(TWO))) == "ack:done report:ok"
     assert r.open_count() == 0
     assert r.record_count() == 1
-    r.over(0.3, T)
+    r.load_over(0.3, T)
     assert r.record_count() == 0
     assert r.next_wake() is None
 

@@ -118,7 +118,7 @@ def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any
         elif event in ("cancel", "settle") and bound and state is not ReservationState.OVER:
             actions = r.cancel(now, T, Failure("PD-XFER-002", "")) if event == "cancel" else r.settle(now, T)
         elif event == "over" and state in (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED):
-            actions = r.over(now, T)
+            actions = r.load_over(now, T)
         elif event in ("gone", "back"):
             actions = (r.peer_gone if event == "gone" else r.peer_back)(now, p_incarnation(ONE))
         elif event == "revoked" and revoking:

@@ -234,7 +234,7 @@ def decode_in(state: ReservationState, event: ReservationEvent | None = None) ->
     if state is S.CLOSED_FAILED:
         r.message(0.0, "p1", failed(ONE))
     if state is S.OVER:
-        r.over(0.0, T)
+        r.load_over(0.0, T)
     if state is S.OPEN and event is E.BEGIN_OF_GONE:
         r.peer_gone(0.0, p_incarnation(ONE))
     r.rules.guards.fence.revoking = event in (E.REVOKED, E.CUT, E.BEGIN_IN_REVOCATION)
@@ -280,7 +280,7 @@ def calls_of(r: OpenReceiver, state: ReservationState) -> dict[ReservationEvent,
         E.SETTLE: lambda: r.settle(0.1, T),
         E.VERIFIED: lambda: r.verified(0.1, T, None),
         E.CORRUPT: lambda: r.verified(0.1, T, "layer.0"),
-        E.OVER: lambda: r.over(0.1, T),
+        E.OVER: lambda: r.load_over(0.1, T),
         E.REVOKED: lambda: r.revoked(0.1, NEW_ADDRESSES),
         E.CUT: lambda: r.revoked(0.1, NEW_ADDRESSES),
     }

@@ -85,11 +85,11 @@ def test_backoff_doubles_up_to_its_bound_and_starts_over_after_an_answer() -> No
     for _ in range(6):
         gaps.append(round(backoff.at - now, 3))
         now = backoff.at
-        backoff.again(now)
+        backoff.sent(now)
     assert gaps == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
     backoff.rest(100.0)
     assert backoff.at == 100.0
-    backoff.again(100.0)
+    backoff.sent(100.0)
     assert backoff.at == pytest.approx(100.2)
 
 

@@ -301,7 +301,7 @@ class RegroupPrefillSite:
         self._ended.append(name)
         held = self.book.finished(
             0.0, name, holds_blocks=True, well=False, why="the client left" if aborted else ""
-        ).held
+        ).blocks_held
         assert held, f"{name} was never started"
 
     def deliver(self, shares: Sequence[ComputedTokens], hook: str) -> PrefillStep:

@@ -32,7 +32,7 @@ def test_every_byte_of_a_slot_and_of_its_tags_is_written_once() -> None:
         (slot,), nbytes = plan.slots, plan.slots[0].nbytes
         rows = exchange.prepare(plan, torch.empty(nbytes + tags_of(RANKS), dtype=torch.uint8), 0).slots[0]
         assert len(rows.sources) == RANKS - 1
-        assert rows.received is not None and rows.own is not None
+        assert rows.received is not None and rows.gather is not None
         written: Counter[int] = Counter()
         for values in rows.received.rows.tolist():
             row = dict(zip(BUFFER_ROW, values, strict=True))
@@ -42,6 +42,8 @@ def test_every_byte_of_a_slot_and_of_its_tags_is_written_once() -> None:
                     at += token * row["destination_token_stride"]
                     written.update(range(at, at + row["cell"]))
         assert set(written.values()) == {1}
-        own = sum(int(row[4] * row[5]) for row in slot.own) * p.regions[0].cell_bytes  # both regions have such cells
+        own = (
+            sum(int(row[4] * row[5]) for row in slot.own_rows) * p.regions[0].cell_bytes
+        )  # both regions have such cells
         assert len(written) == nbytes - own + tags_of(RANKS - 1)
         assert max(written) == rows.tags + tags_of(RANKS - 1) - 1

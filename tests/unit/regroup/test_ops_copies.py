@@ -84,7 +84,7 @@ def test_copies_do_what_the_ops_do(p_kind: str, d_kind: str, cells: tuple[int, .
             same_gather(cache, plan.send, sum(plan.send_splits), pages)
             received = torch.randint(0, 256, (sum(plan.receive_splits),), dtype=torch.uint8)
             for slot in plan.slots:
-                same_gather(cache, slot.own, slot.nbytes, pages)
+                same_gather(cache, slot.own_rows, slot.nbytes, pages)
                 same_assemble(slot.received, received, slot.nbytes)
     if pages is not None and p_kind == "token" and len(cells) > 1:
         assert pages.calls

@@ -29,7 +29,7 @@ def exchange(cluster: PlannedCluster, plans: list[RegroupPlan]) -> None:
         received = torch.cat([splits[plan.rank] for splits in outgoing])
         for slot in plan.slots:
             staged = torch.zeros(slot.nbytes, dtype=torch.uint8)
-            gathered(cluster.ranks[plan.rank], slot.own, staged)
+            gathered(cluster.ranks[plan.rank], slot.own_rows, staged)
             ops.assemble(received, torch.from_numpy(slot.received), staged)
             for regions in slot.writes.values():
                 for region, spans in enumerate(regions):

@@ -432,7 +432,7 @@ class PrefillSite:
         self.ended.append(request.p_name)
         return self.book.finished(
             0.0, request.p_name, holds_blocks=holds_blocks, well=False, why="the test ended it"
-        ).held
+        ).blocks_held
 
     def over(self, *requests: SitePrompt) -> None:
         """End requests, and step until their blocks are free."""

@@ -447,7 +447,7 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
-    runtime, over = d.runtime, Receiver.over
+    runtime, load_over = d.runtime, Receiver.load_over
     with traced() as events, sites(p, d):
         bad, good = d.reserve("bad", 30), d.reserve("good", 9)
         d.step()
@@ -457,9 +457,9 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
             if transfer == bad.reservation.transfer:
                 broken.append(transfer)
                 raise RuntimeError("the device is gone")
-            return over(receiver, now, transfer)
+            return load_over(receiver, now, transfer)
 
-        monkeypatch.setattr(Receiver, "over", breaking)
+        monkeypatch.setattr(Receiver, "load_over", breaking)
         for each in (bad, good):
             p.prefill(each)
         assert all(report.ok for report in d.received(bad, good))

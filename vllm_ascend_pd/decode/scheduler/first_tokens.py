@@ -106,8 +106,8 @@ class FirstTokenReceiver(WithheldLoads, first_token.FirstTokenHooks):
     def taken(self, scheduler: Any) -> list[Start]:
         def unfit(request_id: str, first: FirstToken) -> str:
             request = scheduler.requests.get(request_id)
-            over = request is None or request.is_finished()
-            return "aborted" if over else first_token.unfit(request, first.token)
+            gone = request is None or request.is_finished()
+            return "aborted" if gone else first_token.unfit(request, first.token)
 
         return self._book.take(time.monotonic(), unfit)
 

@@ -66,7 +66,7 @@ class _Call:
     asks: bool = False  # for an answer so far
     started: float = 0.0
     task: asyncio.Task[None] | None = None
-    over: bool = False  # final outcome given, or forgotten
+    ended: bool = False  # final outcome given, or forgotten
     attempts: int = 0
 
 
@@ -147,7 +147,7 @@ class MetaserverClient:
             self._questions.discard(key)
             if call is None:
                 return
-            call.over = True
+            call.ended = True
         self._loop.post(self._cancel, call)
 
     def open_count(self) -> int:
@@ -183,7 +183,7 @@ class MetaserverClient:
             await self._http.aclose()
 
     def _start(self, call: _Call) -> None:
-        if call.over:
+        if call.ended:
             return
         call.started = self._loop.loop.time()
         call.task = self._loop.loop.create_task(self._run(call), name=f"call {call.key}")
@@ -195,15 +195,15 @@ class MetaserverClient:
 
     def _tell(self, call: _Call, outcome: Outcome) -> None:
         with self._lock:
-            if call.over:
+            if call.ended:
                 return
         self._on_outcome(call.key, outcome)
 
     def _end(self, call: _Call, outcome: Outcome) -> None:
         with self._lock:
-            if call.over:
+            if call.ended:
                 return
-            call.over = True
+            call.ended = True
             self._calls.pop(call.key, None)
             self._questions.discard(call.key)
         self._on_outcome(call.key, outcome)
@@ -242,9 +242,9 @@ class MetaserverClient:
         """Post a report; return whether the metaserver took it. It is no failure if the request is unknown there."""
         async with self._at_once("reports", _SHORT_AT_ONCE):
             body = msgspec.json.encode(report)
-            again = {REPEATABLE: True}
+            repeatable = {REPEATABLE: True}
             answer = await self._client().post(
-                url.rstrip("/") + reports.ROUTE, content=body, headers=_KIND, extensions=again
+                url.rstrip("/") + reports.ROUTE, content=body, headers=_KIND, extensions=repeatable
             )
             return answer.status_code < 500
 

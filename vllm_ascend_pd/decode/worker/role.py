@@ -51,18 +51,18 @@ class DecodeWorker(WorkerRole):
             self.runtime.step(step.decode)
 
     def ended(self, requests: Iterable[str]) -> EndedRequests:
-        found = self.reports()
-        failed = [report for report in found if not report.ok]
+        ends = self.reports()
+        failed = [report for report in ends if not report.ok]
         return EndedRequests(
-            received=frozenset(report.request_id for report in found),
+            received=frozenset(report.request_id for report in ends),
             failed=frozenset(report.request_id for report in failed),
             invalid_blocks=frozenset(block for report in failed for block in report.blocks),
         )
 
     def reports(self) -> list[LoadEnd]:
-        found = [] if self.runtime is None else self.runtime.take_reports()
-        self._ends += found
-        return found
+        ends = [] if self.runtime is None else self.runtime.take_reports()
+        self._ends += ends
+        return ends
 
     def news(self) -> WorkerNews:
         ends, self._ends = self._ends, []

@@ -30,7 +30,7 @@ class MemoryVerifier:
                 continue
             kind = self._geometry.by_layer[index]
             begin, end = kind.wanted_entries(bind.first, bind.end)
-            found = cache_digest(
+            digest = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
                 kind,
                 self._rank,
@@ -39,7 +39,7 @@ class MemoryVerifier:
                 bind.blocks[kind.group_index],
                 begin // kind.covers,
             )
-            for number, value in enumerate(found):
+            for number, value in enumerate(digest):
                 # If tokens are divided among ranks, a rank may have none, and receives nothing.
                 if sums.get((index, number), 0) != value:
                     component = (

@@ -100,7 +100,7 @@ class PrefillScheduler(SchedulerRole):
     def wanted(self, request: Any, computed: int) -> int:
         """Load nothing, but note what is in the prefix cache: vLLM calls computed what another connector loads, too."""
         with self._deciding():
-            self.book.found(request.request_id, computed)
+            self.book.note_cached(request.request_id, computed)
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
@@ -190,19 +190,19 @@ class PrefillScheduler(SchedulerRole):
         )
         first = tokens.answered(request.request_id, ending.first) if tokens is not None else ""
         if ending.source is not None:
-            return ending.held, self._source(request, ending.source)
+            return ending.blocks_held, self._source(request, ending.source)
         if (error := ending.refusal) is not None:
             if error.code == "PD-META-028":
                 log.warning("request %s is prefilled but not held: %s", request.request_id, error)
-            return ending.held, params_of(self._report(error.code, error.sentence))
-        return ending.held, params_of(self._report(first=first)) if ending.pushed else None
+            return ending.blocks_held, params_of(self._report(error.code, error.sentence))
+        return ending.blocks_held, params_of(self._report(first=first)) if ending.pushed else None
 
     def _source(self, request: Any, record: PushRequest) -> dict[str, Any]:
         """Return the part of P's answer that names held blocks: routers hand it to D as it is."""
         if record.source is None or self.reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
-        held = Source(PROTOCOL_VERSION, record.source, self.reception.endpoint, *record.prompt, self.book.hold_s)
-        sealed = base64.b64encode(seal_source(held, self.engine.secrets)).decode()
+        source = Source(PROTOCOL_VERSION, record.source, self.reception.endpoint, *record.prompt, self.book.hold_s)
+        sealed = base64.b64encode(seal_source(source, self.engine.secrets)).decode()
         trace.emit("held", request=request.request_id, source=str(record.source))
         params = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
         return {**params, **params_of(self._report())}

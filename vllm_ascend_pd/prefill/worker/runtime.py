@@ -104,7 +104,7 @@ class PushRuntime:
     # -- the engine's thread
 
     def stats(self) -> dict[str, Any] | None:
-        self.tally.totals("num_protocol_events", self.core.counters)
+        self.tally.totals("num_protocol_events", self.core.sender.counters)
         return self.tally.take()
 
     def preempt(self, pushes: Collection[str]) -> None:
@@ -232,4 +232,4 @@ class PushRuntime:
         if peer is None:
             return None
         with self.lock:
-            return self.core.last_message_at(peer)
+            return self.core.sender.last_message_at(peer)

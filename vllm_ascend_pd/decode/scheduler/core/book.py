@@ -123,12 +123,12 @@ class LoadBook:
         end = load.first + count
         kernel_blocks = kernel_blocks or (1,) * len(groups)
         begins = [group.begins(load.first, end) for group in groups]
-        places = [group.blocks(load.first, end) for group in groups]
+        ranges = [group.blocks(load.first, end) for group in groups]
         wanted = tuple(
             np.asarray(table[some.start : some.stop], dtype=np.int32)
-            for table, some in zip(in_kernel_blocks(blocks, kernel_blocks), places, strict=True)
+            for table, some in zip(in_kernel_blocks(blocks, kernel_blocks), ranges, strict=True)
         )
-        for ids, group, begin, some in zip(wanted, groups, begins, places, strict=True):
+        for ids, group, begin, some in zip(wanted, groups, begins, ranges, strict=True):
             if group.partial and (not ids.all() or len(ids) < len(some)):
                 raise LocalProtocolError(
                     f"vLLM keeps no block for some of [{begin}, {end}), of {group}: {ids.tolist()}"

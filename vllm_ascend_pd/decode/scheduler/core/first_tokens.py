@@ -116,8 +116,8 @@ class TokenBook(LoadBook):
 
         `unfit` returns why a request cannot begin with a token after all.
         """
-        held = list(self._in[LoadState.HELD].values())
-        starts = [start for load in held if (start := self._start(load, now, unfit)) is not None]
+        waiting = list(self._in[LoadState.HELD].values())
+        starts = [start for load in waiting if (start := self._start(load, now, unfit)) is not None]
         return super().take(now) + self._begun(starts)
 
     def due_s(self, now: float) -> float:

@@ -69,8 +69,8 @@ class Offers:
     def offer(self, now: float, listener: Endpoint, offer: Offer) -> None:
         t = self._timers
         backoff = Repetition(now, t.resend_first_s, t.resend_max_s)
-        found = self._open[offer.transfer] = _Open(offer, listener, now, backoff, now + t.lease_s)
-        self._agenda.set(offer.transfer, found.wakes_at)
+        entry = self._open[offer.transfer] = _Open(offer, listener, now, backoff, now + t.lease_s)
+        self._agenda.set(offer.transfer, entry.wakes_at)
         self._effects.append(SendMessage(listener, offer))
 
     def forget(self, transfer: TransferId) -> None:
@@ -78,10 +78,10 @@ class Offers:
 
         P is notified once. If the message is lost, P's part ends by itself.
         """
-        found = self._close(transfer)
-        if found is not None:
-            over = Failure("PD-XFER-002", "the request ended on decode")
-            self._effects.append(SendMessage(found.listener, Gone(transfer, over)))
+        entry = self._close(transfer)
+        if entry is not None:
+            failure = Failure("PD-XFER-002", "the request ended on decode")
+            self._effects.append(SendMessage(entry.listener, Gone(transfer, failure)))
 
     def send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
         """Notify a P that no offer will follow: it need not hold anything."""
@@ -91,31 +91,31 @@ class Offers:
         """Handle P's answer. It counts only from the address that the offer went to."""
         if isinstance(message, Offer | Unwanted):
             return
-        found = self._open.get(message.transfer)
-        if found is None or found.listener != listener:
+        entry = self._open.get(message.transfer)
+        if entry is None or entry.listener != listener:
             return
         if isinstance(message, Gone):
             self._end(now, message.transfer, message.failure)
         elif isinstance(message, Waits):
-            self._rest(now, found)
+            self._rest(now, entry)
         else:
-            self._bound(now, found, message)
+            self._bound(now, entry, message)
 
     def unreachable(self, now: float, listener: Endpoint, detail: str) -> None:
-        for transfer, found in list(self._open.items()):
-            if found.listener == listener:
+        for transfer, entry in list(self._open.items()):
+            if entry.listener == listener:
                 self._end(now, transfer, _gone(f"{listener} ({detail})"))
 
     def tick(self, now: float) -> None:
         for transfer in self._agenda.due(now):
-            found = self._open[transfer]
-            if now >= found.lost_at:
-                why = f"{found.listener}, which has not answered for {self._timers.lease_s:g} s,"
+            entry = self._open[transfer]
+            if now >= entry.lost_at:
+                why = f"{entry.listener}, which has not answered for {self._timers.lease_s:g} s,"
                 self._end(now, transfer, _gone(why))
             else:
-                found.resend.again(now)
-                self._agenda.set(transfer, found.wakes_at)
-                self._effects.append(SendMessage(found.listener, found.offer))
+                entry.resend.sent(now)
+                self._agenda.set(transfer, entry.wakes_at)
+                self._effects.append(SendMessage(entry.listener, entry.offer))
 
     def next_wake(self) -> float | None:
         return self._agenda.next()
@@ -123,36 +123,36 @@ class Offers:
     def open_count(self) -> int:
         return len(self._open)
 
-    def _rest(self, now: float, found: _Open) -> None:
-        found.lost_at = now + self._timers.lease_s
-        found.resend.rest(now + self._timers.lease_s / 3)
-        self._agenda.set(found.offer.transfer, found.wakes_at)
+    def _rest(self, now: float, entry: _Open) -> None:
+        entry.lost_at = now + self._timers.lease_s
+        entry.resend.rest(now + self._timers.lease_s / 3)
+        self._agenda.set(entry.offer.transfer, entry.wakes_at)
 
-    def _bound(self, now: float, found: _Open, bound: Bound) -> None:
-        if not found.push:
-            found.push = bound.push
-            self._answer(now, found, "accepted")
+    def _bound(self, now: float, entry: _Open, bound: Bound) -> None:
+        if not entry.push:
+            entry.push = bound.push
+            self._answer(now, entry, "accepted")
         if bound.ended:
             self._close(bound.transfer)
-            self._answer(now, found, "prefilled", first=bound.first)
+            self._answer(now, entry, "prefilled", first=bound.first)
         else:
-            self._rest(now, found)
+            self._rest(now, entry)
 
     def _answer(
-        self, now: float, found: _Open, kind: str, failure: Failure | None = None, first: FirstToken | None = None
+        self, now: float, entry: _Open, kind: str, failure: Failure | None = None, first: FirstToken | None = None
     ) -> None:
-        outcome = Outcome(kind, failure, pushed_by(found.push), now - found.began, first)
-        self._effects.append(Answered(found.offer.transfer, outcome))
+        outcome = Outcome(kind, failure, pushed_by(entry.push), now - entry.began, first)
+        self._effects.append(Answered(entry.offer.transfer, outcome))
 
     def _close(self, transfer: TransferId) -> _Open | None:
         self._agenda.set(transfer, None)
         return self._open.pop(transfer, None)
 
     def _end(self, now: float, transfer: TransferId, failure: Failure) -> None:
-        found = self._open[transfer]
+        entry = self._open[transfer]
         self._close(transfer)
         known = failure if failure.code in CATALOGUE else Failure("PD-META-006", failure.detail)
-        self._answer(now, found, "failed", known)
+        self._answer(now, entry, "failed", known)
 
 
 def _gone(peer: str) -> Failure:

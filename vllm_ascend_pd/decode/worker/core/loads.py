@@ -86,7 +86,7 @@ class Loads:
             self.gates.pop(transfer, None)  # it may have been cancelled before its gate opened
             if self.binds.pop(transfer, None) is not None:
                 with self._alone(now, transfer):
-                    self._do(self._machine.over(now, transfer))
+                    self._do(self._machine.load_over(now, transfer))
         self.look(now)
 
     def look(self, now: float) -> None:

@@ -54,9 +54,9 @@ class PushBook(RequestRules):
 
     # -- requests
 
-    def found(self, request_id: str, computed: int) -> None:
+    def note_cached(self, request_id: str, computed: int) -> None:
         """Record how much of a request that may be scheduled is in the prefix cache."""
-        self._running(request_id).found = computed
+        self._running(request_id).cached = computed
 
     def knows(self, request_id: str) -> bool:
         """Return whether the request was taken or refused: vLLM announces it again when it resumes."""
@@ -123,8 +123,8 @@ class PushBook(RequestRules):
         record = self._running(chunk.request_id)
         if record.state is RequestState.ARRIVED:
             self._on(record, RequestEvent.LOCAL)
-        if record.found is not None:
-            chunk, record.found = replace(chunk, found=record.found), None
+        if record.cached is not None:
+            chunk, record.cached = replace(chunk, cached=record.cached), None
         if chunk.replaces or not record.tables:
             record.tables = [list(ids) for ids in chunk.new or ()]
         else:
@@ -184,7 +184,7 @@ class PushBook(RequestRules):
         record, s = self._requests.get(request_id), RequestState
         if record is None or record.state in ENDED:
             if record is not None:
-                record.again = None
+                record.successor = None
             return RequestEnding()
         collected, sealed = record.state is s.COLLECTING, record.state is s.SEALED
         target, refusal = record.target, record.refusal
@@ -197,7 +197,7 @@ class PushBook(RequestRules):
             refusal = PdError("PD-META-028", count=self._held)
         self._on(record, self._end_event(record, holds_blocks=holds_blocks, well=well), now, why)
         if record.state is s.HELD:
-            return RequestEnding(held=True, source=record)
+            return RequestEnding(blocks_held=True, source=record)
         answered = first if target is not None and target.peer is None else None
         return RequestEnding(record.state is s.RELEASING, None, target is not None, refusal, answered)
 
@@ -240,8 +240,8 @@ class PushBook(RequestRules):
     def _running(self, request_id: str) -> PushRequest:
         record = self._arrived(request_id)
         if record.state in ENDED:
-            record.again = record.again or PushRequest(request_id, RequestState.LOCAL)
-            return record.again
+            record.successor = record.successor or PushRequest(request_id, RequestState.LOCAL)
+            return record.successor
         return record
 
     def _unlike(self, asked: NewRequest) -> PdError | None:
@@ -258,7 +258,7 @@ class PushBook(RequestRules):
         if waiting is not None and waiting.state is RequestState.WAITING:
             target = waiting.bound_to
             error = self.refusal_of(target.reservation, asked.prompt)
-            waiting.request_id, waiting.found, record = asked.request_id, record.found, waiting
+            waiting.request_id, waiting.cached, record = asked.request_id, record.cached, waiting
             if error is not None:
                 event = RequestEvent.SOURCE_UNFIT
                 self._send(target, Gone(target.transfer, Failure.of(error)))
@@ -302,8 +302,8 @@ class PushBook(RequestRules):
             elif self._waiting >= MAX_WAITING:
                 event = RequestEvent.OFFER_TOO_MANY
         elif record.target is not None:
-            again = record.target.transfer == offer.transfer
-            event = RequestEvent.OFFER_AGAIN if again else RequestEvent.OFFER_TAKEN
+            repeated = record.target.transfer == offer.transfer
+            event = RequestEvent.OFFER_AGAIN if repeated else RequestEvent.OFFER_TAKEN
         else:
             error = self.refusal_of(reservation, record.prompt)
             event = RequestEvent.OFFER if error is None else RequestEvent.OFFER_UNFIT
@@ -338,8 +338,8 @@ class PushBook(RequestRules):
 
     def tick(self, now: float) -> None:
         for record in self._agenda.due(now):
-            held = record.state is RequestState.HELD
-            self._on(record, RequestEvent.HELD_TOO_LONG if held else RequestEvent.WAITED_TOO_LONG)
+            is_held = record.state is RequestState.HELD
+            self._on(record, RequestEvent.HELD_TOO_LONG if is_held else RequestEvent.WAITED_TOO_LONG)
 
     def next_wake(self) -> float | None:
         return self._agenda.next()

@@ -19,7 +19,7 @@ class Chunk:
     """Tokens [computed, computed + count) of a request, which a step computes.
 
     `new` are the request's new blocks of each group, or all of them if it `replaces`. Of the computed tokens the first
-    `found` were in the prefix cache; what another connector loads is behind them. None: all of them.
+    `cached` were in the prefix cache; what another connector loads is behind them. None: all of them.
     """
 
     request_id: str
@@ -27,12 +27,12 @@ class Chunk:
     count: int
     new: Sequence[Sequence[int]] | None
     replaces: bool
-    found: int | None = None
+    cached: int | None = None
 
     @property
     def filled(self) -> int:
         """The first token that the step fills in."""
-        return self.computed if self.found is None else min(self.computed, self.found)
+        return self.computed if self.cached is None else min(self.computed, self.cached)
 
 
 class BlocksInFlight:
@@ -58,8 +58,8 @@ class BlocksInFlight:
         """Blocks of a group that the step fills."""
         if (known := self._filled.get(index)) is not None:
             return known
-        found = self._filled[index] = set[int]()
+        written = self._filled[index] = set[int]()
         for chunk, table in self._planned:
             if index < len(table):
-                found.update(table[index][chunk.filled // size : -(-(chunk.computed + chunk.count) // size)])
-        return found
+                written.update(table[index][chunk.filled // size : -(-(chunk.computed + chunk.count) // size)])
+        return written

@@ -90,10 +90,11 @@ class PushRequest:
     refusal: PdError | None = None  # why it is not pushed
     computed: int = 0  # tokens, up to the end of the last step that counted
     tables: list[list[int]] = field(default_factory=list)  # its blocks, by group
-    found: int | None = None  # tokens in the prefix cache, until it is scheduled
+    cached: int | None = None  # tokens in the prefix cache, until it is scheduled
     sample: Sample | None = None  # its first token, once it has ended
     until: float | None = None  # when holding or waiting ends
-    again: PushRequest | None = None  # a later one with its id, which runs before this one is over and is not pushed
+    # A later one with its id, which runs before this one is over and is not pushed.
+    successor: PushRequest | None = None
 
     def __repr__(self) -> str:
         """<PushRequest held r, 40 of 40 tokens, source p-1/3/u, until 20.0>"""
@@ -134,7 +135,7 @@ class NewRequest:
 class RequestEnding:
     """End of a request, for its answer."""
 
-    held: bool = False  # whether its blocks are
+    blocks_held: bool = False  # whether its blocks are
     source: PushRequest | None = None  # what is held for a target that may still come
     pushed: bool = False
     refusal: PdError | None = None  # why it was not pushed

@@ -75,15 +75,15 @@ class RequestRules:
             record.tables = []
         if record.state is s.OVER and self._requests.get(record.request_id) is record:
             del self._requests[record.request_id]
-            if record.again is not None:
-                self._requests[record.request_id] = record.again
+            if record.successor is not None:
+                self._requests[record.request_id] = record.successor
 
     def _count(self, before: RequestState, record: PushRequest) -> None:
         s, after = RequestState, record.state
         if before is not after:
-            held = (after is s.HELD) - (before is s.HELD)
-            self._held += held
-            self._held_blocks += held * record.size
+            change = (after is s.HELD) - (before is s.HELD)
+            self._held += change
+            self._held_blocks += change * record.size
             self._waiting += (after is s.WAITING) - (before is s.WAITING)
             if record.until is not None:
                 self._set_deadline(record, None)
@@ -273,14 +273,14 @@ class RequestRules:
         computes more, no block has the state that D wants: none is sent, and the push fails.
         """
         end, groups = record.bound_to.reservation.end, self._groups or (None,) * len(blocks)
-        found = []
+        unreported = []
         for ids, group in zip(blocks, groups, strict=True):
             if group is not None and group.stateful:
                 at = (end - 1) // group.block_size
-                found.append(_ids(ids[at : at + 1] if record.computed == end else ()))
+                unreported.append(_ids(ids[at : at + 1] if record.computed == end else ()))
             else:
-                found.append(_ids(ids))
-        return tuple(found)
+                unreported.append(_ids(ids))
+        return tuple(unreported)
 
 
 def _ids(table: Sequence[int]) -> Blocks:
@@ -302,7 +302,7 @@ def _table(do: type[RequestRules]) -> Table[RequestState, RequestEvent]:
         e.ABORTED: Cell(s.RELEASING, do.abort_push),
         e.ENDED_EMPTY: Cell(s.OVER, do.drop_push),
     }
-    over = {event: Cell(s.OVER, do.ignore) for event in (e.ENDED, e.ENDED_TOO_MANY, e.ABORTED, e.ENDED_EMPTY)}
+    ends = {event: Cell(s.OVER, do.ignore) for event in (e.ENDED, e.ENDED_TOO_MANY, e.ABORTED, e.ENDED_EMPTY)}
     return {
         s.OVER: {
             e.OFFER: Cell(s.WAITING, do.wait),
@@ -321,15 +321,15 @@ def _table(do: type[RequestRules]) -> Table[RequestState, RequestEvent]:
             e.RESERVED: Cell(s.BOUND, do.bind),
             e.SOURCE: Cell(s.COLLECTING, do.collect),
             e.LOCAL: Cell(s.LOCAL, do.ignore),
-            **over,
+            **ends,
             **idle(s.ARRIVED, do.ignore, e.PREEMPTED),
         },
-        s.LOCAL: {**over, **idle(s.LOCAL, do.ignore, e.PREEMPTED)},
+        s.LOCAL: {**ends, **idle(s.LOCAL, do.ignore, e.PREEMPTED)},
         s.COLLECTING: {
             e.OFFER: Cell(s.BOUND, do.bind),
             e.OFFER_UNFIT: Cell(s.COLLECTING, do.ignore, "offer_unfit"),
             e.PREEMPTED: Cell(s.COLLECTING, do.forget_past),
-            **over,
+            **ends,
             e.ENDED: Cell(s.HELD, do.hold),
             e.ENDED_TOO_MANY: Cell(s.OVER, do.ignore, "not_held"),
             e.UNWANTED: Cell(s.LOCAL, do.ignore, "unwanted"),

@@ -8,7 +8,7 @@ register.py has the records that these change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -116,12 +116,3 @@ class Pushes(PushRegister):
     def next_wake(self) -> float | None:
         """Return when `tick` must be called at the latest."""
         return self.sender.next_wake()
-
-    def last_message_at(self, peer: Endpoint) -> float | None:
-        """Return when `peer` last sent anything."""
-        return self.sender.last_message_at(peer)
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """Irregular events of the protocol, by name."""
-        return self.sender.counters
