@@ -141,7 +141,7 @@ def test_each_simulator_runs_for_changes_of_what_it_runs() -> None:
     """Where a folder has moved, its changes would go to no simulator, or to another one, and survive."""
     drawn = mutate.drawn(tuple(mutate.TESTS), len(mutate.TESTS), 7)
     by_folder = {mutant.path.split("/")[1]: mutate.simulator_of(mutant) for mutant in drawn}
-    none = dict.fromkeys(("transport", "channel", "admission"), "")
+    none = dict.fromkeys(("transport", "channel", "admission", "vllm_patches"), "")
     assert by_folder == {**mutate.SIMULATED, **none}
     assert by_folder["router"] == FRONT and by_folder["protocol"] == PROTOCOL
 

@@ -14,7 +14,7 @@ from vllm_ascend_pd.shared.core.failures import DECLINED, HttpFailure
 
 
 class LegEnd(Enum):
-    """How a leg ended, as a label of the metric."""
+    """End of a leg, as a label of the metric."""
 
     SERVED = "served"
     REFUSED = "refused"  # not executed
