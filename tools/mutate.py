@@ -68,7 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "transport": ("test_transport_*", "test_batches", "test_mooncake", "test_mooncake_faults", "test_runtime_*"),
     "channel": ("test_channel", "test_channel_*"),
     "regroup/core": ("test_ops", "test_shown", "test_ops_*", "test_regroup_*"),
-    "prefill/scheduler": _PUSHES,
+    "prefill/scheduler": (*_PUSHES, "test_bootstrap"),
     "prefill/worker": _PUSHES,
     "decode/scheduler": _BOOKS,
     "decode/worker": _BOOKS,

@@ -4,6 +4,7 @@ for any sequence of events."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -259,8 +260,9 @@ def test_the_end_of_a_load_is_reported_once_and_ends_what_is_of_no_use(
     book.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u")
     book.ended([LoadEnd("r", Failure(code) if code else None, "p.1")])
     assert received(book) is not None and acts(book) == done
-    assert book.withholds("r") is fails
+    assert book.withholds("r") is fails is (book.due_s(1.0) == 0.0), "vLLM is woken for what it learns by `take`"
     assert [start.fails for start in book.take(1.0)] == [True] * fails and not book.withholds("r")
+    assert book.due_s(1.0) == math.inf
     book.request_finished("r")
     assert acts(book) == [] and book.count(*LoadState) == 0
 
