@@ -38,8 +38,9 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     The imports are here because the parent does not need them.
     """
     import psutil
+    from unit.kits.watching import running
     from unit.regroup.common import EngineCache, RegisteredMemory, RegroupDecodeSite, RegroupPrompt, config
-    from unit.regroup.prefill import engine, running
+    from unit.regroup.prefill import engine
 
     from vllm_ascend_pd.transport.create import create_target, create_wire
 

@@ -74,7 +74,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
             admission.check_groups(kv_cache_config)
         self._engine = engine
         self._transfer = vllm_config.kv_transfer_config
-        self.patience = patience.Patience(self._nap_budget, self._due_s)
+        self.patience = patience.Patience(
+            lambda: self.scheduler_role.nap_budget(),  # noqa: PLW0108  (the role of the moment: it is replaced below)
+            lambda: self.scheduler_role.due_s(),  # noqa: PLW0108
+        )
         self.scheduler_role, self.worker_role = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
@@ -101,12 +104,6 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
         role = "prefill" if transfer.is_kv_producer else "decode"
         name = f"{role}-{'scheduler' if scheduler else 'worker'}"
         return TraceFile(directory, name) if directory else None
-
-    def _nap_budget(self) -> int | None:
-        return self.scheduler_role.nap_budget()
-
-    def _due_s(self) -> float:
-        return self.scheduler_role.due_s()
 
     # -- class-level questions
 

@@ -63,6 +63,8 @@ DSA_MTP: dict[str, Any] = {
     "draft": MTP3,
     "max_len": LONG,
 }
+FIELD_DSA_MTP: dict[str, Any] = {**DSA_MTP, "flags": (*EXPERTS, *ROOM)}
+FIELD_GLM_MTP: dict[str, Any] = {**FIELD_DSA_MTP, "model": "glm5-mtp"}
 DSV4_MTP: dict[str, Any] = {
     "model": "dsv4-mtp-steady",
     "dtype": "bfloat16",
@@ -959,52 +961,36 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines(
             "field dsa mtp dp 2to2",
-            "dsv32-mtp",
             p=Side(dp=2, drafts=1),
             d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
-            flags=(*EXPERTS, *ROOM),
-            dtype="bfloat16",
-            draft=MTP3,
-            max_len=LONG,
+            **FIELD_DSA_MTP,
         ),
         (*FEWER, chosen, replayed),
     ),
     (
         Engines(
             "field dsa int8 mtp dp 2to2",
-            "dsv32-mtp",
             p=Side(dp=2, drafts=1, flags=C8),
             d=Side(dp=2, graphs=FULL, flags=(*C8, *RECOMPUTES_UNFUSED)),
-            flags=(*EXPERTS, *ROOM),
-            dtype="bfloat16",
-            draft=MTP3,
-            max_len=LONG,
+            **FIELD_DSA_MTP,
         ),
         (*FEWER, chosen, replayed),
     ),
     (
         Engines(
             "field glm mtp 2to1 dp 1to2",
-            "glm5-mtp",
             p=Side(2, drafts=1, flags=C8),
             d=Side(dp=2, graphs=FULL, flags=(*C8, *RECOMPUTES_UNFUSED)),
-            flags=(*EXPERTS, *ROOM),
-            dtype="bfloat16",
-            draft=MTP3,
-            max_len=LONG,
+            **FIELD_GLM_MTP,
         ),
         (*FEWER, chosen),  # it captures graphs, and replays none here
     ),
     (
         Engines(
             "field glm dcp mtp 2to2 dp 1to2",
-            "glm5-mtp",
             p=Side(2, dcp=2, drafts=1, flags=KEYS_IN_INT8),
             d=Side(2, dp=2, dcp=2, graphs=FULL, flags=(*KEYS_IN_INT8, *RECOMPUTES_UNFUSED)),
-            flags=(*EXPERTS, *ROOM),
-            dtype="bfloat16",
-            draft=MTP3,
-            max_len=LONG,
+            **FIELD_GLM_MTP,
         ),
         (*FEWER, chosen),  # it captures graphs, and replays none here
     ),

@@ -132,7 +132,14 @@ class TestStateShapes:
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, "granite 2→1", LENGTHS)
 
-    @pytest.mark.parametrize(("model", "p_tp", "d_tp"), [sized("nemotronh", 1, 2), sized("nemotronh", 4, 2)])
+    @pytest.mark.parametrize(
+        ("model", "p_tp", "d_tp"),
+        [
+            sized("nemotronh", 1, 2),
+            sized("nemotronh", 4, 2),
+            sized("mamba2", 1, 1),  # states alone: no layer has a hook
+        ],
+    )
     def test_other_sizes(
         self, model: str, p_tp: int, d_tp: int, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
@@ -142,16 +149,6 @@ class TestStateShapes:
         )
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, f"{model} {p_tp}→{d_tp}", LENGTHS)
-
-    @shows("mamba2", 1, 1)
-    def test_states_alone(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """Mamba-2: no layer has a hook."""
-        specs = (
-            spec("mamba2-p", "mamba2", "kv_producer", cluster.push_config()),
-            spec("mamba2-d", "mamba2", "kv_consumer", cluster.push_config(*allowed)),
-        )
-        with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "mamba2 1→1", LENGTHS)
 
 
 @pytest.mark.slow

@@ -99,37 +99,17 @@ class TestWindowShapes:
             exercise(pair, "gptoss 2→1 regrouped", LENGTHS)
             check_prefixes(pair, RECIPES["gptoss"].window)
 
-    @shows("gemma3", 1, 1)
-    def test_six_groups(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """Gemma-3: each of six layers is a group, and all share an address."""
-        specs = (
-            spec("gemma3-p", "gemma3", "kv_producer", cluster.push_config()),
-            spec("gemma3-d", "gemma3", "kv_consumer", cluster.push_config(*allowed)),
-        )
-        with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "gemma3 1→1", LENGTHS)
-            check_prefixes(pair, RECIPES["gemma3"].window)
-
-    @shows("windowed", 1, 2)
-    def test_windows_alone_and_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """Mistral: one group, whose blocks never hold the whole prompt."""
-        specs = (
-            spec("windowed-p", "windowed", "kv_producer", cluster.push_config()),
-            spec("windowed-d", "windowed", "kv_consumer", cluster.push_config(*allowed), tp=2),
-        )
-        with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "window only 1→2", LENGTHS)
-            check_prefixes(pair, RECIPES["windowed"].window)
-
     @pytest.mark.parametrize(
         ("model", "p_tp", "d_tp"),
         [
             sized("gptoss", 1, 2),
             sized("gptoss", 4, 2),
+            sized("gemma3", 1, 1),  # each of six layers is a group, and all share an address
             sized("gemma3", 2, 1),
             sized("gemma3", 1, 2),
             sized("gemma3", 4, 2),
-            sized("windowed", 1, 1),
+            sized("windowed", 1, 1),  # Mistral: one group, whose blocks never hold the whole prompt
+            sized("windowed", 1, 2),
             sized("windowed", 2, 1),
             sized("windowed", 4, 2),
         ],

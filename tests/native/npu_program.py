@@ -34,9 +34,10 @@ import torch_npu
 from native_cases import CELLS, pair, plans_of
 from npu_forks import Nursery, counted
 from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
+from unit.kits.watching import running
 from unit.regroup.common import EngineCache, RegroupPrompt, config
 from unit.regroup.engines import WORK, ProcessEngines
-from unit.regroup.prefill import InProcessWorker, RegroupPrefillSite, running
+from unit.regroup.prefill import InProcessWorker, RegroupPrefillSite
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice

@@ -9,8 +9,8 @@ from vllm.v1.request import RequestStatus
 
 from unit.kits.connectors import connected_pair, output, request
 from unit.kits.rooms import FOREIGN_ROUTERS, TOKENS_OF_OTHERS
+from unit.kits.walk import Walk
 from unit.kits.watching import until
-from unit.runtime.walk import Walk
 from unit.schedulers.rendezvous import pair
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tools.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, LayerWrites, cache, direct, regrouped, scattered
+from unit.kits.watching import running
 from unit.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.regroup.prefill import engine, running
+from unit.regroup.prefill import engine
 from vllm_ascend_pd.geometry.decide import decide
 from vllm_ascend_pd.geometry.plan import Job
 

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.observe import trace
@@ -71,3 +72,23 @@ def listening() -> socket.socket:
 
 def address_of(listener: socket.socket) -> str:
     return f"{LOOPBACK}:{listener.getsockname()[1]}"
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+@contextmanager
+def running(*sites: Closes) -> Iterator[None]:
+    """Close every site; fail if a thread of theirs is left."""
+    try:
+        yield
+    finally:
+        for site in sites:
+            site.close()
+    left = own_threads()
+    assert not left, f"threads that were not joined: {left}"
+
+
+def own_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))

@@ -18,9 +18,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from unit.device.caches import CacheModel
 from unit.kits.connectors import connected_pair, output
-from unit.kits.watching import until
+from unit.kits.watching import running, until
 from unit.router.cluster import cluster
-from unit.runtime.sites import DecodeSite, PrefillSite, sites
+from unit.runtime.sites import DecodeSite, PrefillSite
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.trace import TraceFile
 
@@ -122,7 +122,7 @@ def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> 
     model = CacheModel("opaque")
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
     try:
-        with sites(p, d):
+        with running(p, d):
             first, second = d.reserve("first", 30), d.reserve("second", 9)
             d.step()  # both are bound in one step
             p.prefill(first)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -381,7 +380,3 @@ class RegroupDecodeSite:
     def close(self) -> None:
         for runtime in self.runtimes:
             runtime.close()
-
-
-def own_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))

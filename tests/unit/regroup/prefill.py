@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -28,7 +27,6 @@ from unit.regroup.common import (
     RegroupDecodeSite,
     RegroupPrompt,
     config,
-    own_threads,
 )
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
@@ -445,15 +443,3 @@ def engine(
             )
             workers.append(InProcessWorker(worker))
     return RegroupPrefillSite(cache, workers, blocks=blocks)
-
-
-@contextmanager
-def running(*sites: RegroupPrefillSite | RegroupDecodeSite) -> Iterator[None]:
-    """Close every site; fail if a thread of theirs is left."""
-    try:
-        yield
-    finally:
-        for site in sites:
-            site.close()
-    left = own_threads()
-    assert not left, f"threads that were not joined: {left}"

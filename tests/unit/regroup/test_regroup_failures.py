@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from unit.kits.watching import traced, until
+from unit.kits.watching import running, traced, until
 from unit.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
-from unit.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine, running
+from unit.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine
 from vllm_ascend_pd.prefill.worker import runtime as prefill_runtime
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.regroup.core.staging import Staging, StagingSlot

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from unit.kits.watching import running
 from unit.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.regroup.prefill import ComputedTokens, InProcessWorker, RegroupPrefillSite, running
+from unit.regroup.prefill import ComputedTokens, InProcessWorker, RegroupPrefillSite
 from unit.regroup.runner import RUNS, AscendRank
 from unit.regroup.worker import ChildProcesses
 from vllm_ascend_pd.observe import trace

@@ -15,9 +15,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from unit.kits.watching import until
+from unit.kits.watching import running, until
 from unit.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.regroup.prefill import FailingTransport, engine, running
+from unit.regroup.prefill import FailingTransport, engine
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.worker.core.push import SlotShare, Unit

@@ -142,6 +142,21 @@ class Asked:
     def __init__(self) -> None:
         self.connection: Any = self
         self.leave: Callable[[], None] | None = None
+        self.ended = False
+
+    async def serving(self) -> asyncio.Task[bool]:
+        """Begin long work for this request; it has `ended` a little after it was cancelled."""
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                self.ended = True
+
+        running = asyncio.create_task(while_connected(self, work()))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        return running
 
     def watch(self, when_gone: Callable[[], None]) -> None:
         self.leave = when_gone
@@ -152,40 +167,20 @@ class Asked:
 
 
 async def test_work_whose_caller_leaves_is_cancelled_and_has_ended_before_its_request_does() -> None:
-    asked, ended = Asked(), False
-
-    async def work() -> None:
-        nonlocal ended
-        try:
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0.01)
-            ended = True
-
-    running = asyncio.create_task(while_connected(asked, work()))  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
+    asked = Asked()
+    running = await asked.serving()
     assert asked.leave is not None
     asked.leave()
-    assert await running and ended and asked.leave is None
+    assert await running and asked.ended and asked.leave is None
 
 
 async def test_a_server_that_waits_no_longer_cancels_the_work_and_waits_for_its_end() -> None:
-    asked, ended = Asked(), False
-
-    async def work() -> None:
-        nonlocal ended
-        try:
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0.01)
-            ended = True
-
-    running = asyncio.create_task(while_connected(asked, work()))  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
+    asked = Asked()
+    running = await asked.serving()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert ended and asked.leave is None
+    assert asked.ended and asked.leave is None
 
 
 async def test_work_that_ends_by_itself_ends_its_request_with_its_error() -> None:

@@ -11,31 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import vllm_ascend_pd
+from unit.kits.walk import Walk, show
 from unit.router.cluster import cluster, streamed, until
 
-PACKAGE = str(Path(vllm_ascend_pd.__file__).parent) + "/"
 BESIDE = ("probe", "all heartbeats", "hub", "canary")  # what a worker does beside its requests, by how its tasks begin
 
 
 def main() -> None:
-    calls = Counter[tuple[str, int, str]]()
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            calls[code.co_filename.removeprefix(PACKAGE), code.co_firstlineno, code.co_name] += 1
+    walk = Walk()
+    walk.begin()
 
     async def count(on: bool) -> None:
         for task in asyncio.all_tasks():
             if task.get_name().startswith(BESIDE):
                 task.cancel()
-        sys.setprofile(called if on else None)
+        sys.setprofile(walk.called if on else None)
 
     with cluster() as c:
         last = c.worker.front.journal.last
@@ -45,11 +36,7 @@ def main() -> None:
             assert streamed(c.complete(prompt, stream=True))
             until(lambda: len(last) > served and "loaded" in [name for name, _, _ in last[-1].stages])  # noqa: B023
         c.served.loop.call(count(False), 10)
-    files = {file for file, _, _ in calls}
-    print(f"{len(calls)} functions in {len(files)} files, {calls.total()} calls")
-    if "--functions" in sys.argv:
-        for (file, line, name), times in sorted(calls.items()):
-            print(f"{times:5} {file}:{line} {name}")
+    show(str(walk), walk.calls)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ bytes that must not change.
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 from typing import Any
@@ -515,19 +513,3 @@ def heard_ready(events: Events) -> set[tuple[str, int]]:
     return {
         (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
     }
-
-
-@contextmanager
-def sites(*made: PrefillSite | DecodeSite) -> Iterator[None]:
-    """Close every site; fail if a thread of theirs is left."""
-    try:
-        yield
-    finally:
-        for site in made:
-            site.close()
-    left = own_threads()
-    assert not left, f"threads that were not joined: {left}"
-
-
-def own_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))

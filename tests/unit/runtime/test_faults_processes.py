@@ -17,9 +17,9 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: its envir
 from tools.support.fork_server import ForkServers
 from unit.kits.beside import Beside, Delays
 from unit.kits.refusing import no_more_threads
-from unit.kits.watching import Events, traced, until
+from unit.kits.watching import Events, running, traced, until
 from unit.runtime.site_child import LEASE_S, MODULE, SiteChild, decode_site, packed, prefill_site, unpacked
-from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, sites
+from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt
 from vllm_ascend_pd.transport.engine import OpenEngine
 
 TOKENS = 600
@@ -69,7 +69,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another(
 ) -> None:
     """Small requests go to a healthy D one after another, while a large one is in progress to the faulty one."""
     p, d, others = prefill_site(), decode_site(), (prefill_site(), decode_site())
-    with sites(p, d, *others), Beside(Transfers(*others)) as beside, traced() as events:
+    with running(p, d, *others), Beside(Transfers(*others)) as beside, traced() as events:
         steps, transfers = Delays(beside, "steps of P"), Delays(beside, "transfers to the healthy D")
         again = Transfers(p, d, steps)
         if met:
@@ -137,7 +137,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
     """Revocation with the real transfer engine: D fences, revokes, frees and goes on; the stopped process writes
     nothing later."""
     d, other = decode_site(), prefill_site()
-    with SiteChild("prefill", forks) as sleeper, sites(d, other), traced() as events:
+    with SiteChild("prefill", forks) as sleeper, running(d, other), traced() as events:
         first = d.reserve("warm", 40)  # P has connected to D: its next write is issued at once
         d.step()
         sleeper.say("prefill", first.name, 40, 0, packed(first.reservation))
@@ -182,7 +182,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
 @pytest.mark.parametrize("names", ["pd-probe", "pd-watch"])
 def test_a_prefill_engine_at_its_limit_of_threads_fails_pushes_and_lives(names: str) -> None:
     d, p = decode_site(), prefill_site()
-    with sites(d, p):
+    with running(d, p):
         refused, later = d.reserve("refused", 40), d.reserve("later", 40)
         d.step()
         with no_more_threads(names) as asked:
@@ -200,7 +200,7 @@ def _revoked(events: Events) -> bool:
 
 def test_a_decode_engine_killed_and_started_again_is_used_without_a_restart_of_prefill(forks: ForkServers) -> None:
     p = prefill_site()
-    with sites(p):
+    with running(p):
         for _ in range(2):
             with SiteChild("decode", forks) as child:
                 name = f"r-{child.process.pid}"

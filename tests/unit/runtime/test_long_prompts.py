@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from unit.device.caches import CacheModel
+from unit.kits.watching import running
 from unit.router.cluster import cluster
-from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
+from unit.runtime.sites import DecodeSite, PrefillSite, config
 from vllm_ascend_pd.decode.scheduler.role import pace
 
 LONGEST = 1 << 20
@@ -19,7 +20,7 @@ def test_the_longest_prompt_comes_whole_in_chunks(block: int) -> None:
     blocks = LONGEST // block + 1
     p = PrefillSite(model, 1, block=block, blocks=blocks, push=config(verify="off"))
     d = DecodeSite(model, 1, block=block, blocks=blocks, push=config(verify="off"))
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", LONGEST, deadline_s=300.0)
         p.prefill(request, *[8192] * (LONGEST // 8192))
         assert all(report.ok for report in d.received(request, seconds=300.0))

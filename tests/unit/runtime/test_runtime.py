@@ -12,7 +12,7 @@ import pytest
 
 from tools.support.process import free_port
 from unit.device.caches import CacheModel, HeldDevice
-from unit.kits.watching import traced, until
+from unit.kits.watching import running, traced, until
 from unit.runtime.sites import (
     LOOPBACK,
     UNTOUCHED,
@@ -22,7 +22,6 @@ from unit.runtime.sites import (
     config,
     heard_ready,
     no_hook,
-    sites,
     without_a_name,
 )
 from vllm_ascend_pd.geometry.match import mismatches
@@ -52,7 +51,7 @@ SHAPES = [
 def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_tp: int, p_pp: int, d_tp: int) -> None:
     model = CacheModel(layout, heads)
     p, d = PrefillSite(model, p_tp, pp=p_pp), DecodeSite(model, d_tp)
-    with sites(p, d):
+    with running(p, d):
         requests = [
             d.reserve("short", 3),
             d.reserve("whole", 16),
@@ -75,7 +74,7 @@ def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_t
 def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
     model = CacheModel("opaque", 2)
     p, d = PrefillSite(model, 2, pp=2), DecodeSite(model, 1)
-    with sites(p, d):
+    with running(p, d):
         requests = [d.reserve(f"r{n}", 20) for n in range(2)]
         d.step()
         for request in requests:
@@ -93,7 +92,7 @@ def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
 def test_a_transfer_that_is_cancelled_before_its_gate_opens_leaves_no_gate() -> None:
     d = DecodeSite(CacheModel("opaque"), 1, device=HeldDevice())
     runtime = d.runtime
-    with sites(d):
+    with running(d):
         request = d.bound("r", 16)
         until(lambda: runtime.core.gates)
         d.book.request_finished(request.name)
@@ -106,7 +105,7 @@ def test_a_transfer_that_is_cancelled_before_its_gate_opens_leaves_no_gate() -> 
 
 def test_the_trace_tells_which_tokens_are_bound() -> None:
     d = DecodeSite(CacheModel("opaque"), 1)
-    with traced() as events, sites(d):
+    with traced() as events, running(d):
         request = d.bound("tail", 37, first=24)
         wanted = {"transfer": str(request.reservation.transfer), "first": 24, "end": 37}
         until(lambda: wanted in [facts for stage, facts in list(events) if stage == "bound"])
@@ -133,7 +132,7 @@ def test_every_byte_arrives_where_decode_has_stages(
     model, hosts = CacheModel(layout, heads, layers=5), (LOOPBACK, "127.0.0.2", "127.0.0.3")
     p = PrefillSite(model, prefill[0], cuts=prefill[1])
     d = DecodeSite(model, decode[0], cuts=decode[1], hosts=hosts)
-    with sites(p, d):
+    with running(p, d):
         assert len({endpoint.host for endpoint in d.endpoints}) == min(len(hosts), len(d.workers))
         requests = [d.reserve("short", 3), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
         d.step()
@@ -151,7 +150,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
     """The layers of a stage are compared with their own sums, wherever the stage begins."""
     model = CacheModel("token", 2, layers=5)
     p, d = PrefillSite(model, 1), DecodeSite(model, 1, cuts=(2, 3))
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 21)
         until(lambda: not any(worker.runtime.core.gates for worker in d.workers), "the gates are open")
         assert p.admit(request) is None
@@ -167,7 +166,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
 def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> None:
     """As when an engine's handshake does not distinguish the stages."""
     p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1, cuts=(1,))
-    with sites(p, d):
+    with running(p, d):
         request = d.reserve("r", 9)
         d.geometry = msgspec.structs.replace(d.geometry, stages=d.geometry.stages[1:])
         d.step()
@@ -177,7 +176,7 @@ def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> Non
 
 def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:
     p, d = PrefillSite(CacheModel("token"), 1, block=8), DecodeSite(CacheModel("token"), 2, block=16)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 61)
         p.prefill(request, 1, 1, 13, 1, 16, 5, 23, 1)
         d.complete(request)
@@ -185,7 +184,7 @@ def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:
 
 def test_blocks_may_be_smaller_on_decode_where_tokens_lie_apart() -> None:
     p, d = PrefillSite(CacheModel("stacked"), 1, block=16), DecodeSite(CacheModel("stacked"), 1, block=4)
-    with sites(p, d):
+    with running(p, d):
         requests = [d.reserve("r", 61), d.reserve("s", 39, first=8)]
         d.step()
         for request in requests:
@@ -195,7 +194,7 @@ def test_blocks_may_be_smaller_on_decode_where_tokens_lie_apart() -> None:
 
 def test_the_prefix_that_prefill_did_not_compute_is_pushed_too() -> None:
     p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 30)
         p.cached_prefix(request, 24)
         assert p.admit(request) is None
@@ -222,7 +221,7 @@ def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int,
         computed.append(name)
         worker.save_layer(name)
 
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 30)
         request.p_blocks, request.computed = p.pool.take(6), 24
         assert p.admit(request) is None
@@ -239,7 +238,7 @@ def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int,
 def test_a_signed_pair_works_as_an_open_one() -> None:
     secrets = Secrets(b"s" * 32)
     p, d = PrefillSite(CacheModel(), 1, secrets=secrets), DecodeSite(CacheModel(), 1, secrets=secrets)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 9)
         p.prefill(request)
         d.complete(request)
@@ -257,7 +256,7 @@ def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
 def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> None:
     """A layer is known by its name, never by its address: a hook without one marks none."""
     p, d = PrefillSite(CacheModel(), tp), DecodeSite(CacheModel(), 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 23)
         p.prefill(request, 10, 13, hook=hook)
         (ended,) = d.received(request)
@@ -268,7 +267,7 @@ def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> No
 def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:
     """Tokens of a block that is not full yet leave with a later step, which has no error of its own."""
     p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 9)
         assert p.admit(request) is None
         p.compute((request, 1), hook=all_but_one)
@@ -279,7 +278,7 @@ def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:
 def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_hook() -> None:
     model = CacheModel()
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 23)
         received = []
 
@@ -310,7 +309,7 @@ def drafting(tokens: int) -> Hook:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_draft_models_layers_are_pushed_when_the_step_is_over(tokens: int, tp: int) -> None:
     p, d = PrefillSite(DRAFTED, tp), DecodeSite(DRAFTED, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 23)
         ended: list[int] = []
 
@@ -332,7 +331,7 @@ def test_a_draft_models_layers_are_pushed_when_the_step_is_over(tokens: int, tp:
 def test_a_draft_model_that_did_not_run_spoils_its_step() -> None:
     """Its layer would carry its old contents."""
     p, d = PrefillSite(DRAFTED, 1), DecodeSite(DRAFTED, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 23)
         p.prefill(request, 10, 13, hook=drafting(0))
         assert not d.received(request)[0].ok
@@ -343,7 +342,7 @@ def test_a_draft_model_that_did_not_run_spoils_its_step() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_draft_model_on_prefill_alone_is_not_pushed(tp: int) -> None:
     p, d = PrefillSite(DRAFTED, tp), DecodeSite(CacheModel(layers=2), 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 23)
         p.prefill(request, 10, 13, hook=drafting(2))
         d.complete(request)
@@ -352,7 +351,7 @@ def test_a_draft_model_on_prefill_alone_is_not_pushed(tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_draft_model_on_decode_alone_begins_without_the_prompts_kv(tp: int) -> None:
     p, d = PrefillSite(CacheModel(layers=2), tp), DecodeSite(DRAFTED, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 23)
         p.prefill(request, 10, 13)
         assert d.received(request)[0].ok
@@ -379,7 +378,7 @@ UNLIKE = {
 def test_layers_need_not_be_alike(model: CacheModel, p_tp: int, d_tp: int) -> None:
     """Each layer has its own heads, so different ranks hold and share them. Hooks have names, except an indexer's."""
     p, d = PrefillSite(model, p_tp), DecodeSite(model, d_tp)
-    with sites(p, d):
+    with running(p, d):
         requests = [d.reserve("short", 3), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
         d.step()
         for request in requests:
@@ -397,7 +396,7 @@ def test_layers_need_not_be_alike(model: CacheModel, p_tp: int, d_tp: int) -> No
 def test_a_layer_that_differs_is_named_with_both_values() -> None:
     ours, theirs = UNLIKE["fewer heads"], CacheModel("token", heads=4, layers=2, drafts=1, draft_heads=4)
     p, d = PrefillSite(ours, 1), DecodeSite(theirs, 1)
-    with sites(p, d):
+    with running(p, d):
         found = mismatches(p.geometry, d.geometry)
         assert list(map(str, found)) == [f"kv_heads of {ours.names[2]}: prefill 2, decode 4"]
 
@@ -405,7 +404,7 @@ def test_a_layer_that_differs_is_named_with_both_values() -> None:
 def test_another_draft_model_is_refused_with_both_names() -> None:
     other = CacheModel(layers=2, drafts=1, drafter="another draft model")
     p, d = PrefillSite(DRAFTED, 1), DecodeSite(other, 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 23)
         found = p.book.take(0.0, NewRequest("r", (23, request.reservation.prompt_hash), "push", request.reservation))
         assert found is not None and found.code == "PD-GEO-001"
@@ -414,7 +413,7 @@ def test_another_draft_model_is_refused_with_both_names() -> None:
 
 def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
     p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1)
-    with sites(p, d):
+    with running(p, d):
         (worker,), (cache,) = p.workers.values(), p.caches.values()
 
         def strays() -> None:
@@ -440,7 +439,7 @@ def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_la
     model, device = CacheModel("token"), HeldDevice()
     p = PrefillSite(model, 1, blocks=256, device=device)
     one, two = DecodeSite(model, 1, blocks=256), DecodeSite(model, 2, blocks=256, seed=3)
-    with traced() as events, sites(p, one, two):
+    with traced() as events, running(p, one, two):
         requests = [site.reserve(f"r{i}", 5 + i) for i in range(16) for site in (one, two)]
         one.step()
         two.step()
@@ -471,7 +470,7 @@ def test_a_pair_over_the_real_transfer_engine() -> None:
     model = CacheModel("token", heads=4)
     p = PrefillSite(model, 2, push=push, make_transport=lambda: create_wire(push.wire, LOOPBACK, quiet_s=7.0))
     d = DecodeSite(model, 1, push=push, make_transport=lambda: create_target(push.wire, LOOPBACK))
-    with sites(p, d):
+    with running(p, d):
         requests = [d.reserve("r", 45), d.reserve("s", 18, first=8)]
         d.step()
         for request in requests:
@@ -485,7 +484,7 @@ def test_a_pair_over_the_real_transfer_engine() -> None:
 def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None:
     """Distant timers must not make the loop spin: it once used half a core, and every test passed."""
     d = DecodeSite(CacheModel("opaque"), 1)
-    with sites(d):
+    with running(d):
         d.reserve("r", 30)
         d.step()
         runtime = d.runtime
@@ -510,5 +509,5 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
 def test_each_rank_listens_on_its_own_of_the_configured_ports() -> None:
     base = free_port(count=3)
     d = DecodeSite(CacheModel("opaque"), 3, push=config(side_channel_port=base))
-    with sites(d):
+    with running(d):
         assert [endpoint.port for endpoint in d.endpoints] == [base, base + 1, base + 2]

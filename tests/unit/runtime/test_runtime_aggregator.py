@@ -7,8 +7,8 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from unit.device.caches import CacheModel
-from unit.kits.watching import until
-from unit.runtime.sites import DecodeSite, MakeTransport, PrefillSite, config, sites
+from unit.kits.watching import running, until
+from unit.runtime.sites import DecodeSite, MakeTransport, PrefillSite, config
 from vllm_ascend_pd.decode.scheduler.core.book import OPEN
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -65,7 +65,7 @@ class AggregatedDecode(DecodeSite):
 
 def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
     p, d = AggregatedPrefill(), AggregatedDecode()
-    with sites(p, d):
+    with running(p, d):
         requests = [d.reserve(f"r{i}", 10 + 7 * i) for i in range(4)]
         for request in requests:
             d.step()
@@ -95,7 +95,7 @@ def test_a_failure_on_one_of_four_workers_of_prefill_fails_the_request() -> None
         return made[-1]
 
     p, d = AggregatedPrefill(make), AggregatedDecode()
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 31)
         p.prefill(request)
         assert p.finish(request)

@@ -13,7 +13,8 @@ import pytest
 
 from unit.device.caches import CacheModel, Divided, TokenMajorDevice
 from unit.geometry.context_parallel import GRID, ContextParallel
-from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
+from unit.kits.watching import running
+from unit.runtime.sites import DecodeSite, PrefillSite, config
 from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 
 ONE = Divided()
@@ -44,7 +45,7 @@ def test_every_byte_arrives_where_decode_has_its_token(
     (p_tp, p_parts), (d_tp, d_parts), one = p_size, d_size, model(heads)
     p = PrefillSite(one, p_tp, divided=p_parts, block=p_block, blocks=200, device=TokenMajorDevice())
     d = DecodeSite(one, d_tp, divided=d_parts, block=d_block, blocks=200, device=TokenMajorDevice())
-    with sites(p, d):
+    with running(p, d):
         made = [
             d.reserve("long", 150),
             d.reserve("with a prefix", 90, first=d.covers),
@@ -99,7 +100,7 @@ def meet(
 
 def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None:
     """Push one prompt in these chunks; check it on D's ranks byte for byte, and that P's blocks are free again."""
-    with sites(p, d):
+    with running(p, d):
         made = d.bound("one", sum(chunks), first=first)
         p.prefill(made, *chunks)
         d.complete(made)
@@ -133,7 +134,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
     one = model(1)
     p = PrefillSite(one, 2, divided=Divided(2, 1, 1), block=8, blocks=50, device=TokenMajorDevice())
     d = DecodeSite(one, 1, block=4, blocks=50, device=TokenMajorDevice())
-    with sites(p, d):
+    with running(p, d):
         made = d.bound("one", 32)
         monkeypatch.setattr(TokenSplit, "locate", turned)
         p.prefill(made)

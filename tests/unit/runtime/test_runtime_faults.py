@@ -15,8 +15,8 @@ import pytest
 
 from tools.support.process import is_free
 from unit.device.caches import CacheModel, HeldDevice, TokenMajorDevice
-from unit.kits.watching import traced, until
-from unit.runtime.sites import DecodeSite, PrefillSite, config, heard_ready, own_threads, sites
+from unit.kits.watching import own_threads, running, traced, until
+from unit.runtime.sites import DecodeSite, PrefillSite, config, heard_ready
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
@@ -42,7 +42,7 @@ TUPLES = CacheModel("token")
 def test_a_step_that_binds_late_loses_nothing() -> None:
     """BEGIN comes before D's workers know the transfer, P is ready long before; a DONE can never be early."""
     p, d = PrefillSite(PLANES, 2), DecodeSite(PLANES, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         first, late = d.reserve("first", 5), d.reserve("late", 21)
         p.prefill(late, 10, 11)
         p.prefill(first)
@@ -55,7 +55,7 @@ def test_a_step_that_binds_late_loses_nothing() -> None:
 def test_nothing_is_written_before_the_device_has_finished_what_ran_before() -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 21)
         p.prefill(request)
         until(lambda: sum(stage == "begin" for stage, _ in events) > 4, "BEGIN repeated before the gate")
@@ -75,7 +75,7 @@ def test_the_gate_is_behind_what_clears_the_last_blocks() -> None:
             return super().record()
 
     d = DecodeSite(TUPLES, 1, device=LookingDevice())
-    with sites(d):
+    with running(d):
         request = d.reserve("r", 21)
         d.step()
         assert cleared == [True]
@@ -84,7 +84,7 @@ def test_the_gate_is_behind_what_clears_the_last_blocks() -> None:
 def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
-    with sites(p, d):
+    with running(p, d):
         gone, kept = d.reserve("gone", 21), d.reserve("kept", 13)
         d.step()
         d.book.request_finished(gone.name)
@@ -100,7 +100,7 @@ def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> Non
 
 def test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks() -> None:
     p, d = PrefillSite(PLANES, 2), DecodeSite(PLANES, 1)
-    with sites(p, d):
+    with running(p, d):
         request = p.begun(d, "r", 30, 20)
         assert p.finish(request), "its blocks are held until nothing reads them"
         p.released_blocks_of(request)
@@ -112,7 +112,7 @@ def test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks() ->
 def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
     """vLLM 0.23 ends a request that was preempted in its last step with an empty list of blocks."""
     p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
-    with sites(p, d):
+    with running(p, d):
         request = p.begun(d, "r", 30, 20)
         p.preempt(request)
         assert not p.finish(request, holds_blocks=False)
@@ -127,7 +127,7 @@ def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
 def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 1, make_transport=lambda: wire), DecodeSite(PLANES, 1)
-    with sites(p, d):
+    with running(p, d):
         request, other = d.reserve("r", 30), d.reserve("other", 10)
         d.step()
         assert p.admit(request) is None
@@ -150,7 +150,7 @@ def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
 
 def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request() -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, blocks=8)
-    with sites(p, d):
+    with running(p, d):
         first = p.begun(d, "first", 32, 20)
         d.book.request_finished(first.name)
         d.received(first)
@@ -168,7 +168,7 @@ def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request
 
 def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
     p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.reserve("r", 30)
         unused = Endpoint("127.0.0.1", 1)
         request.reservation = msgspec.structs.replace(request.reservation, endpoints=(unused,))
@@ -181,7 +181,7 @@ def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
 def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> None:
     p = PrefillSite(PLANES, 1, push=config(ready_timeout_s=0.4))
     d = DecodeSite(PLANES, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.reserve("r", 30)  # D never steps
         p.prefill(request, 20, 10)
         p.over(request)
@@ -192,7 +192,7 @@ def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> 
 def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.reserve("r", 30, deadline_s=0.5)
         d.step()  # the gate never opens
         p.prefill(request)
@@ -205,7 +205,7 @@ def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
 
 def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
     d = DecodeSite(PLANES, 2)
-    with sites(d):
+    with running(d):
         request = d.bound("r", 30, deadline_s=0.5)
         reports = d.received(request)
         assert [(report.ok, report.why.code) for report in reports] == [(False, "PD-XFER-001")] * 2
@@ -213,7 +213,7 @@ def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
 
 def test_a_prefill_that_has_ended_well_must_deliver_within_a_lease() -> None:
     d = DecodeSite(PLANES, 1, push=config(lease_s=0.5, margin_s=0.1))
-    with sites(d):
+    with running(d):
         request = d.bound("r", 30, deadline_s=3600.0)
         d.book.answered(request.reservation.transfer)
         (report,) = d.received(request)
@@ -228,7 +228,7 @@ def test_a_flipped_bit_is_found_and_its_layer_named() -> None:
     bad = d.ranks[0].views[1][0]
     spoiled = range(bad.ctypes.data, bad.ctypes.data + bad.nbytes)
     p = PrefillSite(PLANES, 2, make_transport=lambda: FlippingWire(spoiled))
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 30)
         p.prefill(request)
         (report,) = d.received(request)
@@ -241,7 +241,7 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
     push, device = config(quiet_s=0.3), HeldDevice()
     p = PrefillSite(TUPLES, 1, push=push, make_transport=lambda: DyingWire(at), device=device)
     d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 2, push=push, seed=9)
-    with traced() as events, sites(p, d, e):
+    with traced() as events, running(p, d, e):
         request, other, later = d.reserve("r", 30), e.reserve("other", 30), d.reserve("later", 9)
         d.step()
         e.step()
@@ -270,7 +270,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
     session, blocks, bases = msgspec.structs.astuple(runtime.addresses())
     cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
     runtime.core._addresses = lambda: Memory(session, blocks, cut[wrong])  # type: ignore[method-assign]
-    with sites(p, d, e):
+    with running(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)
         d.step()
         e.step()
@@ -305,7 +305,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
     else:
         monkeypatch.setattr(PushSums, "direct", wrapped(PushSums.direct))
     p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
-    with sites(p, d, e):
+    with running(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)
         broken.append(request.p_name)
         d.step()
@@ -320,7 +320,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
 
 def test_what_was_decided_before_an_error_is_still_done() -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
-    with sites(p, d):
+    with running(p, d):
         request = p.begun(d, "r", 30, 20)
         runtime = p.runtime
         (push,) = runtime.core.records.values()
@@ -354,7 +354,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
         return maybe
 
     verifier = runtime.verifier
-    with sites(p, d):
+    with running(p, d):
         bad, good, cancelled = d.reserve("bad", 30), d.reserve("good", 9), d.reserve("cancelled", 5)
         names.append(bad.reservation.transfer)
         if at == "start":  # at the first bind
@@ -406,7 +406,7 @@ def test_a_word_of_the_scheduler_that_goes_wrong_on_decode_gives_up_its_transfer
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d = DecodeSite(TUPLES, 1)
-    with sites(d):
+    with running(d):
         request, broken, function = d.reserve("r", 30), [RuntimeError("the device is gone")], getattr(Receiver, at)
         d.step()
 
@@ -433,7 +433,7 @@ def test_a_bind_that_went_wrong_is_reported_once_though_its_request_is_cancelled
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(Receiver, "bind", broken)
-    with sites(d):
+    with running(d):
         request = d.reserve("r", 30)
         (worker,) = d.workers
         worker.bind(StepMetadata(decode=d.book.take_step(None, d.geometry)))
@@ -448,7 +448,7 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
 ) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
     runtime, load_over = d.runtime, Receiver.load_over
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         bad, good = d.reserve("bad", 30), d.reserve("good", 9)
         d.step()
         broken: list[TransferId] = []
@@ -476,7 +476,7 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
 def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> None:
     push, wire = config(quiet_s=0.6), LossyWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 30)
         p.prefill(request)
         p.over(request)
@@ -495,7 +495,7 @@ class UnwillingWire(MemoryTransport):
 def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
     push = config(quiet_s=100.0)
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=UnwillingWire), DecodeSite(PLANES, 1, push=push)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 30)
         p.prefill(request)
         p.finish(request)
@@ -524,7 +524,7 @@ class ListeningWire(MemoryTransport):
 def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
     wire = ListeningWire()
     p, d = PrefillSite(PLANES, 1, make_transport=lambda: wire), DecodeSite(PLANES, 1)
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 30)
         begun = time.monotonic()
         p.prefill(request)
@@ -536,7 +536,7 @@ def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
 def test_a_dead_writer_gathers_nothing() -> None:
     """Prefill goes on without this decode engine, perhaps for days."""
     p, d = PrefillSite(TUPLES, 1, make_transport=lambda: DyingWire("submit")), DecodeSite(TUPLES, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         first, later = d.reserve("first", 9), d.reserve("later", 30)
         d.step()
         p.prefill(first)
@@ -560,7 +560,7 @@ def test_a_dead_writer_gathers_nothing() -> None:
 def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(sides: str) -> None:
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 2, make_transport=lambda: wire), DecodeSite(PLANES, 2)
-    with sites(p, d):
+    with running(p, d):
         p.begun(d, "r", 30, 20)
         until(wire.asked.is_set, "a write that is out")
         for site in {"p": (p,), "d": (d,), "both": (d, p)}[sides]:
@@ -579,7 +579,7 @@ def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
     push = config(quiet_s=0.3, lease_s=1.4, margin_s=0.2)
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = p.begun(d, "r", 30, 20)
         until(wire.asked.is_set, "a write that is out")
         p.close()
@@ -591,7 +591,7 @@ def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
 
 def test_a_decode_worker_whose_port_is_taken_leaves_no_thread() -> None:
     d = DecodeSite(PLANES, 1)
-    with sites(d):
+    with running(d):
         taken = config(side_channel_port=d.endpoints[0].port)
         before = own_threads()
         with pytest.raises(Exception, match="PD-CTRL-001"):
@@ -612,7 +612,7 @@ class Witness(CpuDevice):
 def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
     device = Witness()
     p, d = PrefillSite(PLANES, 1, device=device), DecodeSite(PLANES, 1, device=device)
-    with sites(p, d):
+    with running(p, d):
         until(lambda: {"pd-writer-P0.0", "pd-receive-0.0"} <= set(device.attached), str(device.attached))
 
 
@@ -624,7 +624,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
     alone: if a rank left out a request that failed on it, there would be holes in the others."""
     model = CacheModel("latent", heads=1)
     p, d = PrefillSite(model, 2), DecodeSite(model, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         failed, fine = d.reserve("failed", 64), d.reserve("fine", 64)
         d.step()
         for request in (failed, fine):
@@ -649,7 +649,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
 def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
     """Two threads decide one after the other, and their posts to the loop may arrive in the other order."""
     p = PrefillSite(TUPLES, 1)
-    with sites(p):
+    with running(p):
         runtime = p.runtime
 
         async def armed() -> float:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from unit.device.caches import CacheModel
-from unit.kits.watching import traced, until
-from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, config, sites
+from unit.kits.watching import running, traced, until
+from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, config
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState
@@ -30,7 +30,7 @@ def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forwar
     with socket.create_server((LOOPBACK, 0)) as silent:
         p = PrefillSite(TUPLES, 1, push=config(ready_timeout_s=6.0))
         d, mute = DecodeSite(TUPLES, 1), DecodeSite(TUPLES, 1, seed=3)
-        with traced() as events, sites(p, d, mute):
+        with traced() as events, running(p, d, mute):
             good, bad = d.reserve("good", 40), mute.reserve("bad", 40)
             unused = Endpoint(LOOPBACK, silent.getsockname()[1])
             bad.reservation = msgspec.structs.replace(bad.reservation, endpoints=(unused,))
@@ -59,7 +59,7 @@ def test_a_destination_whose_writes_stall_delays_no_other() -> None:
 
     p = PrefillSite(TUPLES, 1, make_transport=Selective)
     d, slow = DecodeSite(TUPLES, 1), DecodeSite(TUPLES, 1, seed=3)
-    with sites(p, d, slow):
+    with running(p, d, slow):
         stalled.add(next(iter(slow.workers)).runtime.target.session)  # type: ignore[union-attr]
         one, other = slow.reserve("one", 40), d.reserve("other", 40)
         slow.step()
@@ -78,7 +78,7 @@ def test_a_destination_whose_writes_stall_delays_no_other() -> None:
 @pytest.mark.parametrize("block", [64, 1 << 20, -1], ids=["one too far", "far away", "negative"])
 def test_blocks_that_decode_does_not_have_are_never_written(block: int) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, blocks=64)
-    with sites(p, d):
+    with running(p, d):
         request, other = d.reserve("r", 30), d.reserve("other", 30)
         ids = np.frombuffer(request.reservation.blocks[0], dtype="<i4").copy()
         ids[3] = block
@@ -96,7 +96,7 @@ def test_blocks_that_decode_does_not_have_are_never_written(block: int) -> None:
 def test_blocks_that_decode_reserved_for_others_are_its_own_word() -> None:
     """P writes exactly the blocks that the reservation names, not a range around them."""
     p, d = PrefillSite(TUPLES, 1, block=8), DecodeSite(TUPLES, 1, block=8)
-    with sites(p, d):
+    with running(p, d):
         requests = [d.reserve(f"r{i}", 3 + 5 * i) for i in range(4)]
         d.step()
         for request in requests[::2]:
@@ -110,7 +110,7 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
     """Without renewal P's authority runs out: it stops, and D notices when it goes on."""
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.2)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = p.begun(d, "r", 40, 20)
         until(lambda: any(stage == "layer_pushed" for stage, _ in events))
         runtime = d.runtime
@@ -129,7 +129,7 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
 def test_a_lease_is_renewed_while_the_prefill_takes_its_time() -> None:
     push = config(lease_s=3.6, margin_s=1.0)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = p.begun(d, "r", 40, 20)
 
         def renewed() -> int:
@@ -143,7 +143,7 @@ def test_a_lease_is_renewed_while_the_prefill_takes_its_time() -> None:
 def test_engines_with_different_secrets_never_meet() -> None:
     p = PrefillSite(TUPLES, 1, secrets=Secrets(b"p" * 32))
     d = DecodeSite(TUPLES, 1, secrets=Secrets(b"d" * 32))
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 20, deadline_s=2.0)
         p.prefill(request)
         p.over(request)
@@ -154,7 +154,7 @@ def test_engines_with_different_secrets_never_meet() -> None:
 
 def test_a_decode_engine_that_verifies_says_when_prefill_does_not() -> None:
     p, d = PrefillSite(TUPLES, 1, push=config(verify="off")), DecodeSite(TUPLES, 1, push=config(verify="full"))
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 20)
         p.prefill(request)
         (report,) = d.received(request)
@@ -163,7 +163,7 @@ def test_a_decode_engine_that_verifies_says_when_prefill_does_not() -> None:
 
 def test_a_prefill_engine_that_verifies_serves_a_decode_engine_that_does_not() -> None:
     p, d = PrefillSite(TUPLES, 1, push=config(verify="full")), DecodeSite(TUPLES, 1, push=config(verify="off"))
-    with sites(p, d):
+    with running(p, d):
         request = d.bound("r", 20)
         p.prefill(request)
         d.complete(request)
@@ -181,7 +181,7 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
     p = PrefillSite(TUPLES, 1, push=push, make_transport=StoppedTransport)
     other = PrefillSite(TUPLES, 1, push=push, seed=8)
     d = DecodeSite(TUPLES, 1, push=push)
-    with traced() as events, sites(p, other, d):
+    with traced() as events, running(p, other, d):
         request = p.begun(d, "r", 40, 20)
         until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
         runtime = p.runtime

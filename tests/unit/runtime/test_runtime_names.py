@@ -8,7 +8,8 @@ import pytest
 from tools.support.process import free_port
 from unit.device.caches import CacheModel
 from unit.kits.names import NameServer
-from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, config, pushed, sites
+from unit.kits.watching import running
+from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, config, pushed
 
 PLANES = CacheModel("opaque")
 ELSEWHERE = "127.0.0.2"
@@ -22,7 +23,7 @@ def test_a_name_that_led_to_another_decode_engine_does_so_no_longer_than_its_ans
     named = config(side_channel_port=port, advertise_host="d.test")
     p, wanted = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1, push=named)
     other = DecodeSite(PLANES, 1, push=config(side_channel_port=port), hosts=(ELSEWHERE,))
-    with sites(p, wanted, other):
+    with running(p, wanted, other):
         own, (load,) = pushed(p, other, "own", 9)  # so that it knows its own name
         assert load.ok
         names.addresses = [ELSEWHERE]

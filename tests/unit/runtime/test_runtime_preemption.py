@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from unit.device.caches import CacheModel, HeldDevice
-from unit.kits.watching import traced, until
+from unit.kits.watching import running, traced, until
 from unit.protocol.kit import D, reservation
-from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
+from unit.runtime.sites import DecodeSite, PrefillSite, config
 from unit.runtime.wires import SlowWire
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.metadata import PushSlice, PushStart
@@ -32,7 +32,7 @@ TUPLES = CacheModel("token")
 def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: bool) -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 2, push=config(preempt_drain_s=20.0), device=device), DecodeSite(TUPLES, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         if not held:
             device.open.set()
         request, other = d.reserve("r", 30), d.reserve("other", 30)
@@ -68,7 +68,7 @@ def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) 
         PrefillSite(TUPLES, 2, push=config(verify="off"), device=device),
         DecodeSite(TUPLES, 1, push=config(verify="off")),
     )
-    with sites(p, d):
+    with running(p, d):
         if not held:
             device.open.set()
         request = d.bound("r", 30)
@@ -96,7 +96,7 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
     done.open.set()
     p = PrefillSite(model, 2, push=config(verify="off"), device=lambda rank: (done, held)[rank])
     d = DecodeSite(model, 1, push=config(verify="off"))
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request, other = d.reserve("r", 64), d.reserve("other", 64)
         d.step()
         assert p.admit(request) is None and p.admit(other) is None
@@ -130,7 +130,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
     wire, model = Turnstile(), CacheModel("token", layers=6)
     push = config(preempt_drain_s=20.0, fuse_layers=1)
     p, d = PrefillSite(model, 1, push=push, make_transport=lambda: wire), DecodeSite(model, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
 
         def submitted() -> int:
             return sum(stage == "layer_submitted" for stage, _ in events)
@@ -167,7 +167,7 @@ def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push()
     device = HeldDevice()
     p = PrefillSite(TUPLES, 1, push=config(verify="off"), device=device)
     d = DecodeSite(TUPLES, 1, push=config(verify="off"))
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = d.bound("r", 30)
         p.prefill(request)
         until(lambda: sum(stage == "ready" for stage, _ in events) >= 2, "READY, reported by both sides")
@@ -189,7 +189,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
     wire = SlowWire()
     p = PrefillSite(TUPLES, 1, push=config(preempt_drain_s=0.05), make_transport=lambda: wire)
     d = DecodeSite(TUPLES, 1)
-    with traced() as events, sites(p, d):
+    with traced() as events, running(p, d):
         request = p.begun(d, "r", 30, 20)
         until(wire.asked.is_set, "a write that is out")
         p.preempt(request)

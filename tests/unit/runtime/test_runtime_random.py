@@ -12,8 +12,8 @@ import random
 import pytest
 
 from unit.device.caches import CacheModel
-from unit.kits.watching import until
-from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, config, sites
+from unit.kits.watching import running, until
+from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, config
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -91,9 +91,9 @@ class RandomRun:
             self.end(request)
 
     def preempt(self) -> None:
-        running = [request for request in self.active if request.p_blocks]
-        if running:
-            request = self.dice.choice(running)
+        with_blocks = [request for request in self.active if request.p_blocks]
+        if with_blocks:
+            request = self.dice.choice(with_blocks)
             lost = list(request.p_blocks)
             self.p.preempt(request)
             for cache in self.p.caches.values():
@@ -165,7 +165,7 @@ def test_everything_ends_and_what_ends_well_is_right(
     layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float, seed: int
 ) -> None:
     run = RandomRun(seed, layout, p_size, d_tps, lossy)
-    with sites(*run.sites):
+    with running(*run.sites):
         for _ in range(300):
             run.step()
         until(run.settled, "the end of all", 30.0)

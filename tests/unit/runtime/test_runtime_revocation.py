@@ -13,8 +13,8 @@ import threading
 import pytest
 
 from unit.device.caches import CacheModel
-from unit.kits.watching import traced, until
-from unit.runtime.sites import DecodeSite, PrefillSite, config, pushed, sites
+from unit.kits.watching import running, traced, until
+from unit.runtime.sites import DecodeSite, PrefillSite, config, pushed
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -51,7 +51,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
     d = DecodeSite(model, 1, push=push, make_transport=Unlucky)
     (worker,) = d.workers
     target = worker.runtime.target  # type: ignore[union-attr]
-    with traced() as events, sites(p, other, d):
+    with traced() as events, running(p, other, d):
         request = p.begun(d, "r", 40, 20)
         until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
         (writer,) = p.workers.values()

@@ -10,57 +10,16 @@ to do, differs from run to run: the middle one of nine runs is printed.
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections import Counter
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import vllm_ascend_pd
 from unit.device.caches import CacheModel
-from unit.kits.watching import until
-from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, SitePrompt, config, sites
+from unit.kits.walk import Walk, show
+from unit.kits.watching import running, until
+from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, SitePrompt, config
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 
-PACKAGE = str(Path(vllm_ascend_pd.__file__).parent) + "/"
 RUNS = 9
-
-
-class Walk:
-    """Functions of the package that are called while `on`, in this thread and in those that start within `with`."""
-
-    def __init__(self) -> None:
-        self.begin()
-        self.on = False
-
-    def begin(self) -> None:
-        self.calls, self.threads, self.on = Counter[tuple[str, int, str]](), set[str](), True
-
-    def __enter__(self) -> Walk:
-        self.begin()
-        threading.setprofile(self._called)
-        sys.setprofile(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-    def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if self.on and event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            self.calls[code.co_filename.removeprefix(PACKAGE), code.co_firstlineno, code.co_name] += 1
-            self.threads.add(threading.current_thread().name)
-
-    @property
-    def files(self) -> set[str]:
-        return {file for file, _, _ in self.calls}
-
-    def __str__(self) -> str:
-        threads = f"{len(self.threads)} threads"
-        return f"{len(self.calls)} functions in {len(self.files)} files, {self.calls.total()} calls, {threads}"
 
 
 def push(p: PrefillSite, d: DecodeSite, name: str, walk: Walk) -> None:
@@ -97,15 +56,12 @@ def main() -> None:
     model, keys = CacheModel("opaque", 2), config(verify="off")
     with Walk() as walk:
         p, d = PrefillSite(model, 1, push=keys), DecodeSite(model, 1, push=keys)
-        with sites(p, d):
+        with running(p, d):
             for run in range(RUNS + 2):
                 push(p, d, f"prompt {run}", walk)
                 runs.append((str(walk), walk.calls))
     figures, calls = sorted(runs[2:], key=lambda run: (len(run[1]), sum(run[1].values())))[RUNS // 2]
-    print(figures)
-    if "--functions" in sys.argv:
-        for (file, line, name), times in sorted(calls.items()):
-            print(f"{times:5} {file}:{line} {name}")
+    show(figures, calls)
 
 
 if __name__ == "__main__":
