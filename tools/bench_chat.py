@@ -58,11 +58,11 @@ def compare(cluster: Cluster, tokens: int, rounds: int) -> list[str]:
             answers[way].append(complete(fronts[way], body, CHAT))
         say(f"round {number + 1} of {rounds}")
     rows = [f"\na chat of {tokens:,} bytes and tokens that P has in its cache: TTFT in ms, median (lowest–highest)"]
-    for way, found in answers.items():
-        times = [answer.ttft * 1e3 for answer in found]
-        same = "answers as P's alone" if all(list(a.tokens) == alone for a in found) else "ANSWERS DIFFER"
+    for way, of_front in answers.items():
+        times = [answer.ttft * 1e3 for answer in of_front]
+        same = "answers as P's alone" if all(list(a.tokens) == alone for a in of_front) else "ANSWERS DIFFER"
         rows.append(
             f"  to P {way:18} {statistics.median(times):8.0f} ({min(times):.0f}–{max(times):.0f})  {same}, "
-            f"{len(found[0].prompt):,} tokens"
+            f"{len(of_front[0].prompt):,} tokens"
         )
     return rows

@@ -179,13 +179,13 @@ def _run(
     for place, (repeat, case, letter) in enumerate(missing):
         done = f"[{time.monotonic() - began:5.0f} s] point {place + 1} of {len(missing)}: repeat {repeat + 1}, {case}"
         say(f"{done}, ({letter}) {NAMES[letter]}")
-        found = _point(args, systems[letter], case, repeat, idle, limits, trace, forks)
-        kept.add(MeasuredPoint(letter, case, repeat, found))
-        if errors := found["errors"]:
+        point = _point(args, systems[letter], case, repeat, idle, limits, trace, forks)
+        kept.add(MeasuredPoint(letter, case, repeat, point))
+        if errors := point["errors"]:
             say(f"  {len(errors)} failed, the first one: {str(errors[0])[:300]}")
-        if found.get("completed"):
-            words = [f"goodput {found['request_goodput']:.2f}/s of {found['request_throughput']:.2f}"]
-            words += [f"TTFT p50 {found['p50_ttft_ms'] / 1e3:.2f} s", f"TPOT p50 {found['p50_tpot_ms']:.0f} ms"]
+        if point.get("completed"):
+            words = [f"goodput {point['request_goodput']:.2f}/s of {point['request_throughput']:.2f}"]
+            words += [f"TTFT p50 {point['p50_ttft_ms'] / 1e3:.2f} s", f"TPOT p50 {point['p50_tpot_ms']:.0f} ms"]
             say("  " + ", ".join(words))
 
 
@@ -226,7 +226,7 @@ def _point(
                 count = max(int(case.value), round(args.seconds / (TURNS * idle_s)))
                 count -= count % int(case.value)
                 new = client.new_of_chats(count, lengths)
-                found = client.chats(system.url, MODEL, case, lengths, count, seed, limits, args.point_limit)
+                measured = client.chats(system.url, MODEL, case, lengths, count, seed, limits, args.point_limit)
             else:
                 arrivals, chunk = requests(case, lengths, repeat, idle_s, trace)
                 new = new_tokens(arrivals, chunk)
@@ -236,12 +236,12 @@ def _point(
                 def progress(seconds: float) -> None:
                     say(f"  {seconds:.0f} s of the client")
 
-                found = client.serve(system.url, MODEL, case, file, chunk, limits, args.point_limit, progress, forks)
+                measured = client.serve(system.url, MODEL, case, file, chunk, limits, args.point_limit, progress, forks)
             for engine in system.engines:  # from these pages `plan --load` learns how fast they are
                 (args.out / f"{engine.name}-{len(list(args.out.glob('*.prom'))):04}.prom").write_text(engine.page())
         except (client.PointTooLong, RuntimeError) as problem:
             return {"errors": [str(problem)], "completed": 0}
-        return found | figures.counted(before, system.counts(), new, TOKEN_BYTES)
+        return measured | figures.counted(before, system.counts(), new, TOKEN_BYTES)
 
 
 def _report(args: argparse.Namespace, kept: KeptPoints) -> None:

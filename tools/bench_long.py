@@ -47,11 +47,11 @@ class LongCase:
     d_ranks: int
 
     def cache(self, ranks: int) -> CacheGeometry:
-        held, page = max(1, self.heads // ranks), self.block
+        heads, page = max(1, self.heads // ranks), self.block
         if self.heads == 1:
             regions = [Region("latent", page * LATENT, 0, LATENT, LATENT)]
         else:
-            regions = [Region(name, page * held * CELL, page * CELL, CELL, CELL) for name in "kv"]
+            regions = [Region(name, page * heads * CELL, page * CELL, CELL, CELL) for name in "kv"]
         return CacheGeometry(page, self.heads, ranks, "bfloat16", "plain", tuple(regions), (LAYERS,))
 
 

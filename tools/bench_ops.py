@@ -39,39 +39,39 @@ class HeadShape:
     """Head counts of one P rank and one D rank; both sides are token-major."""
 
     name: str
-    held: int
-    wanted: int
+    p_heads: int
+    d_heads: int
     cell: int = 256
     regions: int = 2
 
     @property
     def d_ranks(self) -> int:
         """Return the number of D ranks that divide the rank's heads (P < D), else 1."""
-        return max(1, self.held // self.wanted)
+        return max(1, self.p_heads // self.d_heads)
 
     @property
     def sources(self) -> int:
         """Return the number of ranks whose heads lie side by side in one D block."""
-        return max(1, self.wanted // self.held)
+        return max(1, self.d_heads // self.p_heads)
 
     @property
     def gather_slice(self) -> int:
         """Return the number of contiguous bytes that gather copies at once."""
-        return self.cell * min(self.held, self.wanted) if self.d_ranks > 1 else BLOCK * self.cell * self.held
+        return self.cell * min(self.p_heads, self.d_heads) if self.d_ranks > 1 else BLOCK * self.cell * self.p_heads
 
     @property
     def assemble_slice(self) -> int:
-        return BLOCK * self.cell * self.held if self.sources == 1 else self.cell * self.held
+        return BLOCK * self.cell * self.p_heads if self.sources == 1 else self.cell * self.p_heads
 
 
 SHAPES = (
-    HeadShape("Llama-70B 8->2", held=1, wanted=4),
-    HeadShape("Llama-70B 8->4", held=1, wanted=2),
-    HeadShape("Llama-70B 4->8 (pack)", held=2, wanted=1),
-    HeadShape("Qwen3-235B 16->2", held=1, wanted=2),
-    HeadShape("Llama-70B 2->1", held=4, wanted=8),
-    HeadShape("MHA-64 8->2", held=8, wanted=32),
-    HeadShape("DeepSeek-V3 MLA 16->4", held=1, wanted=1, cell=1152, regions=1),
+    HeadShape("Llama-70B 8->2", p_heads=1, d_heads=4),
+    HeadShape("Llama-70B 8->4", p_heads=1, d_heads=2),
+    HeadShape("Llama-70B 4->8 (pack)", p_heads=2, d_heads=1),
+    HeadShape("Qwen3-235B 16->2", p_heads=1, d_heads=2),
+    HeadShape("Llama-70B 2->1", p_heads=4, d_heads=8),
+    HeadShape("MHA-64 8->2", p_heads=8, d_heads=32),
+    HeadShape("DeepSeek-V3 MLA 16->4", p_heads=1, d_heads=1, cell=1152, regions=1),
 )
 
 
@@ -81,9 +81,9 @@ class OpsCase:
     def __init__(self, shape: HeadShape, megabytes: int, seed: int) -> None:
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        per_block = BLOCK * shape.held * shape.cell
+        per_block = BLOCK * shape.p_heads * shape.cell
         self.units = (megabytes << 20) // (per_block * shape.regions) // shape.sources * shape.sources
-        dims = (self.units * 5 // 4, BLOCK, shape.held, shape.cell // 2)
+        dims = (self.units * 5 // 4, BLOCK, shape.p_heads, shape.cell // 2)
         self.caches = [torch.empty(dims, dtype=torch.bfloat16) for _ in range(shape.regions)]
         for cache in self.caches:
             cache.view(torch.int16).random_(generator=generator)
@@ -103,7 +103,7 @@ class OpsCase:
         The send buffer has the order (D rank, unit, region), each chunk the order [token, head].
         """
         s = self.shape
-        heads = s.held // s.d_ranks
+        heads = s.p_heads // s.d_ranks
         chunk = BLOCK * heads * s.cell
         unit, region, rank = (a.ravel() for a in np.indices((self.units, s.regions, s.d_ranks)))
         rows = np.zeros((rank.size, len(CACHE_ROW)), dtype=np.int64)
@@ -120,11 +120,11 @@ class OpsCase:
         """
         s = self.shape
         units = self.units // s.sources
-        slice_ = s.cell * s.held
+        slice_ = s.cell * s.p_heads
         chunk, block = BLOCK * slice_, BLOCK * slice_ * s.sources
         unit, region, source = (a.ravel() for a in np.indices((units, s.regions, s.sources)))
         rows = np.zeros((unit.size, len(BUFFER_ROW)), dtype=np.int64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = s.cell, s.held, BLOCK
+        rows[:, 0], rows[:, 1], rows[:, 2] = s.cell, s.p_heads, BLOCK
         rows[:, 3] = ((source * units + unit) * s.regions + region) * chunk
         rows[:, 4], rows[:, 5] = s.cell, slice_
         rows[:, 6] = (region * units + unit) * block + source * slice_
@@ -139,7 +139,7 @@ class OpsCase:
 
     def torch_gather(self) -> None:
         s = self.shape
-        heads = s.held // s.d_ranks
+        heads = s.p_heads // s.d_ranks
         out = self.staging.view(torch.bfloat16).view(s.d_ranks, self.units, s.regions, BLOCK, heads, s.cell // 2)
         for region, cache in enumerate(self.caches):
             torch.index_select(cache, 0, self.ids, out=self.selected)
@@ -149,8 +149,8 @@ class OpsCase:
     def torch_assemble(self) -> None:
         s = self.shape
         units = self.units // s.sources
-        received = self.send.view(torch.bfloat16).view(s.sources, units, s.regions, BLOCK, s.held, s.cell // 2)
-        out = self.source.view(torch.bfloat16).view(s.regions, units, BLOCK, s.sources, s.held, s.cell // 2)
+        received = self.send.view(torch.bfloat16).view(s.sources, units, s.regions, BLOCK, s.p_heads, s.cell // 2)
+        out = self.source.view(torch.bfloat16).view(s.regions, units, BLOCK, s.sources, s.p_heads, s.cell // 2)
         out.copy_(received.permute(2, 1, 3, 0, 4, 5))
 
     def check(self) -> None:

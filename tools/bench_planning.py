@@ -49,13 +49,13 @@ def kinds(components: dict[str, int], windows: tuple[int, ...], heads: int, tp: 
 
     Token by token, or head by head.
     """
-    held = max(1, heads // tp)
+    rank_heads = max(1, heads // tp)
     regions = tuple(
         Region(
             name,
-            BLOCK * held * cell,
-            (cell if token else BLOCK * cell) if held > 1 else 0,
-            held * cell if token else cell,
+            BLOCK * rank_heads * cell,
+            (cell if token else BLOCK * cell) if rank_heads > 1 else 0,
+            rank_heads * cell if token else cell,
             cell,
         )
         for name, cell in components.items()
@@ -132,7 +132,7 @@ def beside_commit(commit: str, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as package:
             package.extractall(folder, filter="data")
-        found: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
         # Memory is kept: else whether the C library returns it between two plans decides more than the planner.
         kept = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **kept}
@@ -143,9 +143,9 @@ def beside_commit(commit: str, args: argparse.Namespace) -> None:
                 if not Path(result["package"]).is_relative_to(place):
                     raise RuntimeError(f"{result['package']} was measured, which is not in {place}")
                 for name, seconds in result["times"].items():
-                    least = found.setdefault(name, [float("inf")] * 2)
+                    least = times.setdefault(name, [float("inf")] * 2)
                     least[which] = min(least[which], seconds)
-    for name, (before, now) in found.items():
+    for name, (before, now) in times.items():
         print(f"{name:42} {before * 1e3:8.2f} {now * 1e3:8.2f} {now / before:7.2f}")
 
 
@@ -154,9 +154,9 @@ def measure(plan: Plan, jobs: list[Job], rounds: int) -> tuple[float, float, int
     times = []
     for step_number in range(rounds):
         begin = time.perf_counter()
-        found = plan(jobs, step_number)
+        planned = plan(jobs, step_number)
         times.append(time.perf_counter() - begin)
-    return min(times), statistics.median(times), descriptors(found)
+    return min(times), statistics.median(times), descriptors(planned)
 
 
 def main() -> int:

@@ -44,12 +44,12 @@ CASES = (
 
 
 def cache(model: RegroupModel, tp: int, block: int, layout: str) -> CacheGeometry:
-    held = max(1, model.heads // tp)
+    rank_heads = max(1, model.heads // tp)
     cells = {"k": HEAD_BYTES, "v": HEAD_BYTES} if model.heads > 1 else LATENT_BYTES
     regions = []
     for name, cell in cells.items():
-        head, token = (cell, held * cell) if layout == "token" else (block * cell, cell)
-        regions.append(Region(name, block * held * cell, 0 if held == 1 else head, token, cell))
+        head, token = (cell, rank_heads * cell) if layout == "token" else (block * cell, cell)
+        regions.append(Region(name, block * rank_heads * cell, 0 if rank_heads == 1 else head, token, cell))
     return CacheGeometry(block, model.heads, tp, "bfloat16", "plain", tuple(regions), (("layer",),))
 
 

@@ -99,15 +99,15 @@ def _cores(engine: EngineProcess, seconds: float) -> float:
 
 def first_tokens(fronts: dict[str, Metaserver], rounds: int, pause_s: float) -> dict[str, list[float]]:
     """Return TTFT in ms of short prompts, D's asked in turn, their order swapped every round."""
-    found: dict[str, list[float]] = {name: [] for name in fronts}
+    times_of: dict[str, list[float]] = {name: [] for name in fronts}
     for number in range(rounds + 2):
         names = list(fronts) if number % 2 else list(reversed(fronts))
         for name in names:
             time.sleep(pause_s)
             answer = complete(fronts[name].url, body_of(prompt(64, 9000 + number), 4))
             if number >= 2:  # the first two rounds warm up
-                found[name].append(answer.ttft * 1e3)
-    return found
+                times_of[name].append(answer.ttft * 1e3)
+    return times_of
 
 
 def main() -> int:

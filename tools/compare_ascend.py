@@ -143,7 +143,7 @@ class ContenderSite:
         if self._router is not None:
             self._router.stop()
 
-    def again(self, engine: EngineProcess) -> EngineProcess:
+    def restarted(self, engine: EngineProcess) -> EngineProcess:
         """Start the killed engine anew with the same command."""
         self.cluster.stop(engine)
         (started,) = self.cluster.start(engine.spec)
@@ -296,7 +296,7 @@ def killed_at_each_stage(site: ContenderSite, column: Column) -> None:
         free = settled_free_blocks(site.d)
         column.tell(f"P killed {stage}", struck(site, site.p, moment, tokens))
         column.tell(f"P killed {stage}: then D", cleaned(site.d, free))
-        site.p = site.again(site.p)
+        site.p = site.restarted(site.p)
         column.tell(f"P killed {stage}: the next request, P is back", asked(site, LONG)[0])
     free = settled_free_blocks(site.p)
     column.tell("D killed while it streams", struck(site, site.d, streams, STREAMED))
@@ -318,12 +318,12 @@ def compare(contender: Contender, shape: PairShape, column: Column, build: HostB
             site.stop_router()
 
 
-def table(found: dict[str, dict[str, str]]) -> list[str]:
-    names = [contender.connector for contender in CONTENDERS if contender.connector in found]
-    longest = max((found[name] for name in names), key=len, default={})  # a refused shape lacks its times
-    rows = list(dict.fromkeys([*longest, *(row for name in names for row in found[name])]))
+def table(cells: dict[str, dict[str, str]]) -> list[str]:
+    names = [contender.connector for contender in CONTENDERS if contender.connector in cells]
+    longest = max((cells[name] for name in names), key=len, default={})  # a refused shape lacks its times
+    rows = list(dict.fromkeys([*longest, *(row for name in names for row in cells[name])]))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    return [*lines, *(f"| {row} | " + " | ".join(found[name].get(row, "–") for name in names) + " |" for row in rows)]
+    return [*lines, *(f"| {row} | " + " | ".join(cells[name].get(row, "–") for name in names) + " |" for row in rows)]
 
 
 def main() -> int:
@@ -335,11 +335,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the table into docs/migration.md")
     args = parser.parse_args()
     kept: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() and not args.again else {}
-    found: dict[str, dict[str, str]] = kept.get("found", {}) if kept.get("package") == package() else {}
-    done: list[str] = kept.get("done", []) if found else []
+    cells: dict[str, dict[str, str]] = kept.get("found", {}) if kept.get("package") == package() else {}
+    done: list[str] = kept.get("done", []) if cells else []
 
     def keep() -> None:
-        content = {"package": package(), "done": done, "found": found}
+        content = {"package": package(), "done": done, "found": cells}
         FOUND.write_text(json.dumps(content, indent=1, ensure_ascii=False))
 
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
@@ -351,13 +351,13 @@ def main() -> int:
         assert build is not None
         say(f"{contender.connector}, {shape}")
         try:
-            compare(contender, shape, Column(found.setdefault(contender.connector, {}), keep), build, args.rounds)
+            compare(contender, shape, Column(cells.setdefault(contender.connector, {}), keep), build, args.rounds)
             done.append(f"{contender.connector} {shape}")
             keep()
         except Exception as error:  # noqa: BLE001 (the others are compared nevertheless)
             failed.append(f"{contender.connector}: {error}")
             say(failed[-1])
-    lines = table(found)
+    lines = table(cells)
     print("\n".join(lines))
     if args.write and not failed:
         PAGE.write_text(MARKS.filled(PAGE.read_text(), lines))

@@ -175,8 +175,8 @@ def refusal(problem: Exception) -> str:
     The later exceptions are its consequences.
     """
     text = str(problem)
-    found = re.search(r"the end of (\S+?):\n", text)
-    log = Path(found[1]).read_text(errors="replace") if found else text
+    ending = re.search(r"the end of (\S+?):\n", text)
+    log = Path(ending[1]).read_text(errors="replace") if ending else text
     raised = re.search(
         r"^(?:\(.+?\) )?(?:\w+\.)*(\w*(?:Error|Exception|Refused)): (.+(?:\n.*Assertion failed.+)?)", log, re.M
     )
@@ -195,13 +195,13 @@ def cell(case: KindCase, start: Start) -> str:
         return verdict(case, p, d, ask)
 
 
-def table(found: dict[str, str], page: str, at: str) -> list[str]:
+def table(cells_now: dict[str, str], page: str, at: str) -> list[str]:
     """Return the table with a line for each kind that ran with all connectors, now or when the page was written."""
     head = ("kind", *(CONNECTORS[name][0] for name in CONNECTORS), "commit")
     before = {line.split(" | ")[0].removeprefix("| "): line for line in MARKS.split(page)[1].splitlines()}
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, case in CASES.items():
-        cells = [found.get(f"{key} {name}", "") for name in CONNECTORS]
+        cells = [cells_now.get(f"{key} {name}", "") for name in CONNECTORS]
         if all(cells):
             lines.append("| " + " | ".join((case.title, *cells, at)) + " |")
         elif case.title in before:
@@ -232,23 +232,23 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="discard the results of earlier runs")
     args = parser.parse_args()
     kept: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() and not args.again else {}
-    found: dict[str, str] = kept.get("found", {}) if kept.get("package") == package() else {}
+    cells_now: dict[str, str] = kept.get("found", {}) if kept.get("package") == package() else {}
     for key, case in CASES.items():
         for name, (title, start) in CONNECTORS.items():
             wanted = (not args.only or key in args.only.split(",")) and (
                 not args.connector or name in args.connector.split(",")
             )
-            if not wanted or f"{key} {name}" in found:
+            if not wanted or f"{key} {name}" in cells_now:
                 continue
             if name == "nixl" and not install_nixl():
-                found[f"{key} {name}"] = "not installed here"
+                cells_now[f"{key} {name}"] = "not installed here"
                 continue
             say(f"{case.title}, {title}")
-            found[f"{key} {name}"] = cell(case, start)
-            say(f"    {found[f'{key} {name}']}")
-            FOUND.write_text(json.dumps({"package": package(), "found": found}, indent=1, ensure_ascii=False))
+            cells_now[f"{key} {name}"] = cell(case, start)
+            say(f"    {cells_now[f'{key} {name}']}")
+            FOUND.write_text(json.dumps({"package": package(), "found": cells_now}, indent=1, ensure_ascii=False))
     page = PAGE.read_text()
-    lines = table(found, page, commit())
+    lines = table(cells_now, page, commit())
     print("\n".join(lines))
     if args.write:
         PAGE.write_text(MARKS.filled(page, lines))

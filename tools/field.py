@@ -38,13 +38,13 @@ def verdicts(texts: Mapping[str, str], known: Known) -> list[FieldVerdict]:
     """Return the verdicts of all files with a producer, sorted by name."""
     from tools.support.field import verdict  # imports vLLM, which takes seconds that --help need not wait for
 
-    found = {}
+    by_name = {}
     for path, text in sorted(texts.items()):
         if path.endswith(".yaml") and "kv_producer" in text:
-            if (name := name_of(PurePosixPath(path))) in found:
+            if (name := name_of(PurePosixPath(path))) in by_name:
                 raise ValueError(f"two configurations are called {name}")
-            found[name] = verdict(name, text, known)
-    return list(found.values())
+            by_name[name] = verdict(name, text, known)
+    return list(by_name.values())
 
 
 def name_of(path: PurePosixPath) -> str:
@@ -52,35 +52,35 @@ def name_of(path: PurePosixPath) -> str:
     return f"{path.parts[0] if path.parts[0] != 'cases' else path.parent.name}/{path.stem}"
 
 
-def tables(found: Sequence[FieldVerdict], base: Base = UNNAMED, source: str = "") -> str:
+def tables(results: Sequence[FieldVerdict], base: Base = UNNAMED, source: str = "") -> str:
     """Return the page's tables. `source`: vllm-ascend's code, in which the switches must stand."""
-    configurations = _configurations(found, small.sets(base.minor))
-    parts = [_summary(found, base), _reasons(found), configurations, _unknown(found), _switches(found, source)]
+    configurations = _configurations(results, small.sets(base.minor))
+    parts = [_summary(results, base), _reasons(results), configurations, _unknown(results), _switches(results, source)]
     return "\n\n".join(part for part in parts if part)
 
 
-def shorter(found: Sequence[FieldVerdict], base: Base) -> str:
+def shorter(results: Sequence[FieldVerdict], base: Base) -> str:
     """Return what the page has of the release before."""
     names, sets = ["configuration", "P and D", "with P's token", "in small"], small.sets(base.minor)
-    lines = [f"### vllm-ascend {base.version}", "", _counts(found, base), ""]
+    lines = [f"### vllm-ascend {base.version}", "", _counts(results, base), ""]
     lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for each in found:
+    for each in results:
         refused = _cell((*each.refusals("P"), *each.refusals("D"))) or (each.pair if not each.both else STARTS)
         lines.append(f"| {' | '.join([each.name, refused, *_shown(each, sets)])} |")
     return "\n".join(lines)
 
 
-def _summary(found: Sequence[FieldVerdict], base: Base) -> str:
-    return _counts(found, base, "**")
+def _summary(results: Sequence[FieldVerdict], base: Base) -> str:
+    return _counts(results, base, "**")
 
 
-def _counts(found: Sequence[FieldVerdict], base: Base, strong: str = "") -> str:
-    both = [each for each in found if each.both]
-    alone = {side: sum(each.starts(side) for each in found) for side in ("P", "D")}
+def _counts(results: Sequence[FieldVerdict], base: Base, strong: str = "") -> str:
+    both = [each for each in results if each.both]
+    alone = {side: sum(each.starts(side) for each in results) for side in ("P", "D")}
     in_small = [small.stands(each.needs, small.sets(base.minor)) for each in both]
     shown = [sets for sets in in_small if sets.startswith("`")]
     sentences = [
-        f"vllm-ascend {base.version} with vLLM {base.vllm}: {strong}P and D would start in {len(both)} of {len(found)} "
+        f"vllm-ascend {base.version} with vLLM {base.vllm}: {strong}P and D would start in {len(both)} of {len(results)} "
         f"configurations.{strong}",
         f"P would start in {alone['P']}, D in {alone['D']}.",
         f"In {sum(not each.no_first for each in both)} D begins with P's first token.",
@@ -109,7 +109,7 @@ def _cell(refusals: Iterable[PdError]) -> str:
     return "; ".join(f"{code} {'; '.join(details)}" for code, details in by_code.items())
 
 
-def _reasons(found: Sequence[FieldVerdict]) -> str:
+def _reasons(results: Sequence[FieldVerdict]) -> str:
     """Return the refusals' counts.
 
     The first is what an engine raises; lifting one helps only where it is the only one.
@@ -117,7 +117,7 @@ def _reasons(found: Sequence[FieldVerdict]) -> str:
     first: dict[str, Counter[str]] = {side: Counter() for side in ("P", "D")}
     anywhere: Counter[str] = Counter()
     only: Counter[str] = Counter()
-    for each in found:
+    for each in results:
         reasons = set()
         for side in ("P", "D"):
             texts = [words(refused) for refused in each.refusals(side)]
@@ -138,10 +138,10 @@ def _reasons(found: Sequence[FieldVerdict]) -> str:
     )
 
 
-def _configurations(found: Iterable[FieldVerdict], sets: Mapping[str, small.Needs]) -> str:
+def _configurations(results: Iterable[FieldVerdict], sets: Mapping[str, small.Needs]) -> str:
     names = ["configuration", "model", "P: TP × DP", "P", "D: TP × DP", "D", "the pair", "with P's token", "in small"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for each in found:
+    for each in results:
         cells = [each.name, each.model]
         for side, engines in (("P", each.p), ("D", each.d)):
             cells.append(", ".join(dict.fromkeys(f"{engine.tp} × {engine.dp}" for engine in engines)))
@@ -157,9 +157,9 @@ def _shown(each: FieldVerdict, sets: Mapping[str, small.Needs]) -> tuple[str, st
     return (each.no_first or FIRST, small.stands(each.needs, sets)) if each.both else ("–", "–")
 
 
-def _unknown(found: Iterable[FieldVerdict]) -> str:
+def _unknown(results: Iterable[FieldVerdict]) -> str:
     count: Counter[str] = Counter()
-    for each in found:
+    for each in results:
         count.update({flag for engine in (*each.p, *each.d) for flag in engine.unknown})
     left = ", ".join(f"`{flag}` ({number})" for flag, number in sorted(count.items()))
     return (
@@ -179,10 +179,10 @@ def is_read(switch: str, source: str) -> bool:
     return outer and all(name in fields or f'"{name}"' in source for name in inner)
 
 
-def _switches(found: Iterable[FieldVerdict], source: str) -> str:
+def _switches(results: Iterable[FieldVerdict], source: str) -> str:
     count: Counter[str] = Counter()
     covered = small.covered()
-    for each in found:
+    for each in results:
         count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - covered})
     unread = {name for name in count if source and not is_read(name, source)}
     listed = sorted(count.items(), key=lambda one: (-one[1], one[0]))
@@ -231,8 +231,8 @@ def _distributions(given: Sequence[Path]) -> list[Path]:
     pins = {pin.file: pin for pin in (PINNED, BEFORE)}
     if stray := [path for path in given if path.name not in pins]:
         raise sdist.NotThePinned(f"{stray[0]} is not called as a pinned distribution: {', '.join(pins)}")
-    found = {path.name: sdist.checked(pins[path.name], path) for path in given}
-    return [found.get(name) or sdist.ensure(pin) for name, pin in pins.items()]
+    given_files = {path.name: sdist.checked(pins[path.name], path) for path in given}
+    return [given_files.get(name) or sdist.ensure(pin) for name, pin in pins.items()]
 
 
 def judged(pin: sdist.Pin, path: Path) -> tuple[list[FieldVerdict], Base, str]:
@@ -241,8 +241,8 @@ def judged(pin: sdist.Pin, path: Path) -> tuple[list[FieldVerdict], Base, str]:
 
     texts = sdist.read(path, "", (".py", ".yaml", bases.RECIPE))
     base = Base.of(pin.version, texts)
-    found = verdicts(sdist.under(texts, FOLDER), replace(known_models(), base=base))
-    return found, base, "\n".join(sdist.under(texts, bases.FOLDER).values())
+    results = verdicts(sdist.under(texts, FOLDER), replace(known_models(), base=base))
+    return results, base, "\n".join(sdist.under(texts, bases.FOLDER).values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (sdist.Unreachable, sdist.NotThePinned, OSError) as problem:
         print(f"field: {problem}", file=sys.stderr)
         return 2
-    (found, base, source), (before, older, _) = (
+    (newest, base, source), (before, older, _) = (
         judged(pin, path) for pin, path in zip((PINNED, BEFORE), paths, strict=True)
     )
-    printed = tables(found, base, source) + "\n\n" + shorter(before, older) + "\n"
+    printed = tables(newest, base, source) + "\n\n" + shorter(before, older) + "\n"
     if not args.write and not args.check:
         print(printed, end="")
         return 0

@@ -125,14 +125,14 @@ _WAYS: tuple[Callable[[Mutator, bytearray], None], ...] = (
 
 def fuzz(target: FuzzTarget, inputs: int, seed: int, first: int = 0) -> Counter[str]:
     """Feed `inputs` mutations, and count their results. Raise FuzzFinding for a broken rule."""
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     examples = target.examples()
     run = target.start()
     for number in range(first, first + inputs):
         data = Mutator(examples, target.shape, random.Random(f"{seed}/{target.name}/{number}")).next()
         began = time.perf_counter()
         try:
-            found[run(data)] += 1
+            results[run(data)] += 1
         except Exception as error:
             where = f"--target {target.name} --seed {seed} --only {number}"
             raise FuzzFinding(f"{type(error).__name__}: {error}\n{data[:200]!r}\nscripts/fuzz.sh {where}") from error
@@ -140,7 +140,7 @@ def fuzz(target: FuzzTarget, inputs: int, seed: int, first: int = 0) -> Counter[
             raise FuzzFinding(
                 f"{target.name}: input {number} of seed {seed} took more than {SLOW_S:g} s\n{data[:200]!r}"
             )
-    return found
+    return results
 
 
 def run(names: list[str], inputs: int, seed: int, progress_s: float = 5.0) -> dict[str, Counter[str]]:

@@ -55,7 +55,7 @@ class Collected:
     """A pytest plug-in that reads the marks of all collected tests."""
 
     def __init__(self) -> None:
-        self.found: Sizes = {}
+        self.marked: Sizes = {}
 
     def pytest_collection_finish(self, session: Any) -> None:
         for item in session.items:
@@ -63,7 +63,7 @@ class Collected:
                 where = "all" if item.get_closest_marker("slow") else "CI"
                 if item.path.name == "test_cover.py":
                     where = "cover"
-                self.found.setdefault(tuple(mark.args), set()).add(where)
+                self.marked.setdefault(tuple(mark.args), set()).add(where)
 
 
 def collected() -> Sizes:
@@ -76,25 +76,25 @@ def collected() -> Sizes:
         code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "", *words], plugins=[collecting])
     if code:
         raise SystemExit(said.getvalue())
-    return collecting.found
+    return collecting.marked
 
 
-def table(found: Sizes) -> list[str]:
-    if strange := sorted({kind for kind, *_ in found} - set(TITLES)):
+def table(marked: Sizes) -> list[str]:
+    if strange := sorted({kind for kind, *_ in marked} - set(TITLES)):
         raise SystemExit(f"kinds without a title in tools/kind_sizes.py: {', '.join(strange)}")
-    if more := sorted({(p, d) for _, p, d in found} - set(COLUMNS)):
+    if more := sorted({(p, d) for _, p, d in marked} - set(COLUMNS)):
         raise SystemExit(f"sizes without a column in tools/kind_sizes.py: {more}")
     lines = ["| kind | " + " | ".join(f"TP {p}→{d}" for p, d in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for kind, title in TITLES.items():
-        cells = [_words(found.get((kind, *sizes), ())) for sizes in COLUMNS]
+        cells = [_words(marked.get((kind, *sizes), ())) for sizes in COLUMNS]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines
 
 
 def _words(where: Iterable[str]) -> str:
     """Return CI or all, whichever runs more often, and the cover beside it."""
-    own = "CI" if "CI" in where else "all" if "all" in where else ""
-    return ", ".join(filter(None, (own, "cover" if "cover" in where else ""))) or "–"
+    tier = "CI" if "CI" in where else "all" if "all" in where else ""
+    return ", ".join(filter(None, (tier, "cover" if "cover" in where else ""))) or "–"
 
 
 def main() -> int:

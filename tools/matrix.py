@@ -91,7 +91,7 @@ def in_ci(report: Path) -> dict[str, float]:
 
     A row has none if one of these tests did not pass there.
     """
-    found: dict[str, float] = {}
+    minutes: dict[str, float] = {}
     cases = {
         (case.get("classname"), case.get("name")): case for case in xml.etree.ElementTree.parse(report).iter("testcase")
     }
@@ -100,8 +100,8 @@ def in_ci(report: Path) -> dict[str, float]:
             of_row = [cases.get(name) for name in _selected_by_ci(row)]
             if of_row and all(case is not None and not len(case) for case in of_row):
                 seconds = sum(float(case.get("time", 0)) for case in of_row if case is not None)
-                found[row.name] = max(0.1, round(seconds / 60, 1))
-    return found
+                minutes[row.name] = max(0.1, round(seconds / 60, 1))
+    return minutes
 
 
 def _selected_by_ci(row: MatrixRow) -> list[tuple[str, str]]:
@@ -138,12 +138,12 @@ def share(row: MatrixRow, minutes: Mapping[str, float], before: str) -> str:
 
 def known(page: str) -> dict[str, dict[str, str]]:
     """Return the cells of the page's rows, by row and by column."""
-    found: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for line in page.splitlines():
         if line.startswith("| ") and len(words := line.strip().strip("|").split(" | ")) == len(HEAD):
             name, *_ = words = [word.strip() for word in words]
-            found[name.strip("`")] = dict(zip(HEAD, words, strict=True))
-    return found
+            rows[name.strip("`")] = dict(zip(HEAD, words, strict=True))
+    return rows
 
 
 def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str:
@@ -214,13 +214,13 @@ def with_sections(page: str) -> str:
     return page
 
 
-def releases(lines: Mapping[str, Mapping[str, str]], row: MatrixRow, own: str) -> tuple[str, ...]:
+def releases(lines: Mapping[str, Mapping[str, str]], row: MatrixRow, today: str) -> tuple[str, ...]:
     """Return with which releases (0.30) a set of a row has run well, by the page's lines. `own`: the set's today."""
     line = lines.get(row.name, {})
     if not re.match(r"\d+ passed", line.get(RESULT, "")):
         return ()
-    found = tuple(".".join(one.split(".")[:2]) for one in line[VLLM].split(", "))
-    return (own,) if own in found else found
+    ran_with = tuple(".".join(one.split(".")[:2]) for one in line[VLLM].split(", "))
+    return (today,) if today in ran_with else ran_with
 
 
 def section(name: str) -> Marks:

@@ -29,15 +29,15 @@ LIMITS = Limits(1.0, 0.05)
 
 def chats(rate: float, seconds: float, seed: int) -> list[Arrival]:
     """Return the turns of chats of which `rate` begin in a second."""
-    dice, found, at, number = random.Random(seed), list[Arrival](), 0.0, 0
+    dice, turns, at, number = random.Random(seed), list[Arrival](), 0.0, 0
     while (at := at + dice.expovariate(rate)) < seconds:
         when, number = at, number + 1
         for turn in range(TURNS):
             tokens = HEAD + turn * (TURN + ANSWER)
             chunks = tuple(number * 10_000 + chunk for chunk in range(-(-tokens // CHUNK)))
-            found.append(Arrival(when, tokens, ANSWER, chunks))
+            turns.append(Arrival(when, tokens, ANSWER, chunks))
             when += dice.expovariate(1 / PAUSE_S) + 1.0
-    return sorted(found, key=lambda one: one.at)
+    return sorted(turns, key=lambda one: one.at)
 
 
 def row(metaservers: int, sticky: bool, load: list[Arrival], prefills: int, decodes: int) -> str:

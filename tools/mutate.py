@@ -212,18 +212,18 @@ def _body(node: ast.AST) -> list[ast.stmt]:
 
 def _lines_of(tree: ast.Module) -> dict[int, tuple[int, int]]:
     """Return for each node the lines of the innermost statement around it."""
-    found: dict[int, tuple[int, int]] = {}
+    lines_of: dict[int, tuple[int, int]] = {}
     for statement in ast.walk(tree):  # inner ones come later
         if not isinstance(statement, ast.stmt):
             continue
         first, last = statement.lineno, statement.end_lineno or statement.lineno
         body = getattr(statement, "body", None)
-        own = (
+        first_and_last = (
             min([first, *(d.lineno for d in getattr(statement, "decorator_list", ()))]),
             max(first, body[0].lineno - 1) if body else last,
         )
-        found |= dict.fromkeys((id(node) for node in ast.walk(statement)), own)
-    return found
+        lines_of |= dict.fromkeys((id(node) for node in ast.walk(statement)), first_and_last)
+    return lines_of
 
 
 def _is_no_code(node: ast.AST) -> bool:
@@ -253,18 +253,18 @@ def _is_another(mutant: Mutant, text: str) -> bool:
 
 def _changes(source: _Source, node: ast.AST) -> Iterator[Mutant]:
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        found = source.between(node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
-        if found is not None:
-            yield found
+        mutant = source.between(node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
+        if mutant is not None:
+            yield mutant
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        found = source.between(node.left, node.right, *_OPERATORS[type(node.op)])
-        if found is not None:
-            yield found
+        mutant = source.between(node.left, node.right, *_OPERATORS[type(node.op)])
+        if mutant is not None:
+            yield mutant
     elif isinstance(node, ast.BoolOp):
         word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        found = source.between(node.values[0], node.values[1], f" {word} ", f" {other} ")
-        if found is not None:
-            yield found
+        mutant = source.between(node.values[0], node.values[1], f" {word} ", f" {other} ")
+        if mutant is not None:
+            yield mutant
         for value in node.values:
             yield source.swap(value, "True" if word == "and" else "False")
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):

@@ -64,16 +64,16 @@ class PartResult:
 
 def parts(tests: Path) -> dict[str, tuple[str, ...]]:
     """Return the parts' arguments of pytest by name, in the order in which they run."""
-    found: dict[str, tuple[str, ...]] = {name: (str(tests / name),) for name in WHOLE if (tests / name).is_dir()}
+    arguments: dict[str, tuple[str, ...]] = {name: (str(tests / name),) for name in WHOLE if (tests / name).is_dir()}
     for folder in BY_FILE:
         for path in sorted((tests / folder).glob("test_*.py")):
             name = f"{folder}/{path.stem.removeprefix('test_')}"
             if name in SHARES:
                 for number, words in enumerate(divided(SHARES[name]), 1):
-                    found[f"{name}-{number}"] = (str(path), "-k", words)
+                    arguments[f"{name}-{number}"] = (str(path), "-k", words)
             else:
-                found[name] = (str(path),)
-    return found
+                arguments[name] = (str(path),)
+    return arguments
 
 
 def divided(selections: Sequence[str]) -> list[str]:
@@ -117,8 +117,8 @@ class PartRecord:
     def elsewhere(self, part: str) -> tuple[str, PartResult] | None:
         """Return the newest good result of other commits, with its commit."""
         others = (PartRecord(folder) for folder in self.folder.parent.glob("*") if folder != self.folder)
-        found = [(other.folder.name, result) for other in others if (result := other.of(part)) and result.good]
-        return max(found, key=lambda one: one[1].ended, default=None)
+        results = [(other.folder.name, result) for other in others if (result := other.of(part)) and result.good]
+        return max(results, key=lambda one: one[1].ended, default=None)
 
     def add(self, result: PartResult) -> None:
         self.log(result.part).with_suffix(".json").write_text(json.dumps(asdict(result), indent=1))
@@ -181,8 +181,8 @@ def line(part: str, result: PartResult) -> str:
 
 def missing(part: str, record: PartRecord) -> str:
     """Return the line of a part without a result on this commit."""
-    said, found = f"{part:28} has not run on this commit", record.elsewhere(part)
-    return f"{said}; good on {found[0]}, {found[1].seconds / 60:.1f} min, {found[1].ended}" if found else said
+    said, newest = f"{part:28} has not run on this commit", record.elsewhere(part)
+    return f"{said}; good on {newest[0]}, {newest[1].seconds / 60:.1f} min, {newest[1].ended}" if newest else said
 
 
 def main() -> int:

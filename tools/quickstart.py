@@ -52,14 +52,14 @@ def cases() -> list[ShownRequest]:
 
     completions, chat = "/v1/completions", "/v1/chat/completions"
     vocab = RECIPES[MODEL].vocab
-    found = [
+    requests = [
         ShownRequest(f"completion, {length} tokens", completions, body_of(prompt(length, number, vocab), TOKENS))
         for number, length in enumerate((24, 500, 1200, LONG, LONG, LONG), start=1)
     ]
     poem = "layer by layer the cache goes ahead of the words. "
-    found.append(ShownRequest("chat, short", chat, chat_body_of(poem, TOKENS)))
-    found.append(ShownRequest("chat, long", chat, chat_body_of(poem * 16, TOKENS)))
-    return found
+    requests.append(ShownRequest("chat, short", chat, chat_body_of(poem, TOKENS)))
+    requests.append(ShownRequest("chat, long", chat, chat_body_of(poem * 16, TOKENS)))
+    return requests
 
 
 def specs(args: argparse.Namespace, model: Path, front: str, config: dict[str, Any]) -> list[EngineSpec]:

@@ -139,12 +139,17 @@ def _option(flag: str, value: dict[str, Any]) -> str:
 
 
 def _transfer(role: str) -> dict[str, Any]:
-    own: dict[str, Any] = {"secret_file": SECRET}
+    keys: dict[str, Any] = {"secret_file": SECRET}
     if role == "P":
-        return {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": own}
-    own["metaserver_urls"] = [META]
+        return {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": keys}
+    keys["metaserver_urls"] = [META]
     policy = {"kv_load_failure_policy": "recompute"}
-    return {"kv_connector": "AscendPushConnector", "kv_role": "kv_consumer", **policy, "kv_connector_extra_config": own}
+    return {
+        "kv_connector": "AscendPushConnector",
+        "kv_role": "kv_consumer",
+        **policy,
+        "kv_connector_extra_config": keys,
+    }
 
 
 # ---- sizes
@@ -180,8 +185,8 @@ def planned(recipe: FieldRecipe) -> dict[str, Any]:
         args = parser().parse_args(["plan", *_plan_flags(recipe, folder), "--json"])
         if args.run(args):
             raise ValueError(f"plan fails for {recipe.title}")
-    found: dict[str, Any] = json.loads(said.getvalue())
-    return found
+    plan: dict[str, Any] = json.loads(said.getvalue())
+    return plan
 
 
 def _plan_flags(recipe: FieldRecipe, folder: str) -> list[str]:
@@ -192,17 +197,17 @@ def _plan_flags(recipe: FieldRecipe, folder: str) -> list[str]:
 
 def sizes(recipe: FieldRecipe) -> str:
     """Return a sentence with what a prompt of 4,096 tokens costs."""
-    found = planned(recipe)
+    plan = planned(recipe)
     received: dict[int, list[int]] = {}
-    for link in found["links"]:
+    for link in plan["links"]:
         received.setdefault(link["d"], []).append(link["bytes"])
-    busiest = [found[f"busiest_{side}_s"] * 1e3 for side in ("rank", "decode_rank")]
+    busiest = [plan[f"busiest_{side}_s"] * 1e3 for side in ("rank", "decode_rank")]
     words = [
-        f"`vllm-ascend-pd plan {' '.join(_plan_flags(recipe, 'DIR'))}`: {found['mode']};",
+        f"`vllm-ascend-pd plan {' '.join(_plan_flags(recipe, 'DIR'))}`: {plan['mode']};",
         f"{_each(sum(some) / (1 << 20) for some in received.values())} MiB for each D rank",
         f"over {_each(map(len, received.values()))} links;",
         f"busiest link of P {busiest[0]:.1f} ms, of D {busiest[1]:.1f} ms;",
-        f"staging on a P rank {found['staging'] / (1 << 20):.0f} MiB.",
+        f"staging on a P rank {plan['staging'] / (1 << 20):.0f} MiB.",
     ]
     if recipe.draft:
         words.append("The draft's layer, with heads of its own, is not in it.")
@@ -210,8 +215,8 @@ def sizes(recipe: FieldRecipe) -> str:
 
 
 def _each(values: Iterable[float]) -> str:
-    found = sorted({round(value) for value in values})
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    rounded = sorted({round(value) for value in values})
+    return str(rounded[0]) if len(rounded) == 1 else f"{rounded[0]} to {rounded[-1]}"
 
 
 # ---- the page

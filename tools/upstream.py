@@ -73,8 +73,8 @@ class Findings:
 
     @property
     def verdict(self) -> str:
-        found = {"would break": self.would_break, "refused": self.refused, "off": self.off}
-        return next((word for word, sentences in found.items() if sentences), "safe")
+        by_word = {"would break": self.would_break, "refused": self.refused, "off": self.off}
+        return next((word for word, sentences in by_word.items() if sentences), "safe")
 
     def page(self, release: Published, base: Published) -> str:
         beside = f", beside {base}" if release != base else ", which tests run with"
@@ -91,9 +91,9 @@ class Findings:
 
 def compare(base: Facts, new: Facts, uses: Uses) -> Findings:
     """Return what is worse in a release's facts than in those of the one that tests run with."""
-    found = Findings()
-    by_use = {READ: found.would_break, CHECKED: found.off}
-    found.would_break += [one for one in new["fails"] if one not in base["fails"]]
+    findings = Findings()
+    by_use = {READ: findings.would_break, CHECKED: findings.off}
+    findings.would_break += [one for one in new["fails"] if one not in base["fails"]]
     for name, checked in new["missing"].items():
         if name not in base["missing"]:
             by_use[CHECKED if checked else READ].append(f"{name} is imported, and is not there")
@@ -108,18 +108,18 @@ def compare(base: Facts, new: Facts, uses: Uses) -> Findings:
         else:
             perhaps.append(name)
     if kinds := [kind for kind in new["kinds"] if kind not in {*base["kinds"], *uses.strings}]:
-        found.refused.append(f"models with caches of kinds that admission does not know: {', '.join(kinds)}")
-    found.off += _changes(base["changes"], new["changes"])
+        findings.refused.append(f"models with caches of kinds that admission does not know: {', '.join(kinds)}")
+    findings.off += _changes(base["changes"], new["changes"])
     for what, names in new["fields"].items():
         if lacking := sorted({*names} - {*base["fields"].get(what, ())}):
-            found.off.append(f"{what} that this package's tables lack: {', '.join(lacking)}")
-    if gone := sorted((uses.strings - uses.own).intersection(base["words"]).difference(new["words"])):
-        found.news.append(f"words of this package's that are nowhere in their code any more: {', '.join(gone)}")
+            findings.off.append(f"{what} that this package's tables lack: {', '.join(lacking)}")
+    if gone := sorted((uses.strings - uses.defined).intersection(base["words"]).difference(new["words"])):
+        findings.news.append(f"words of this package's that are nowhere in their code any more: {', '.join(gone)}")
     if perhaps:
-        found.news.append(f"gone or called otherwise, and perhaps not used here: {', '.join(perhaps)}")
+        findings.news.append(f"gone or called otherwise, and perhaps not used here: {', '.join(perhaps)}")
     if asked := sorted({*new["members"].get(CONNECTOR, ())} - {*base["members"].get(CONNECTOR, ())}):
-        found.news.append(f"new in {CONNECTOR}: {', '.join(asked)}")
-    return found
+        findings.news.append(f"new in {CONNECTOR}: {', '.join(asked)}")
+    return findings
 
 
 def _members(base: Mapping[str, Any], new: Mapping[str, Any], uses: Uses) -> Iterator[tuple[str, str, str]]:
@@ -184,12 +184,12 @@ def verdicts(release: Published, facts: Facts, path: Path, as_new: bool = False)
     vllm, no_groups = AS_NEW * as_new + release.vllm, facts["changes"].get(GROUPS, ("",))[0]
     base = replace(bases.Base.of(release.ascend, texts), vllm=vllm, no_groups=no_groups)
     known = replace(admission.known_models(), base=base)
-    found = {}
+    by_file = {}
     for name, text in sorted(sdist.under(texts, FOLDER).items()):
         if name.endswith(".yaml") and "kv_producer" in text:
             stem = PurePosixPath(name).stem  # a release moves its files to other folders
-            found[stem if stem not in found else f"{stem} (another)"] = _verdict(admission, name, text, known)
-    return found
+            by_file[stem if stem not in by_file else f"{stem} (another)"] = _verdict(admission, name, text, known)
+    return by_file
 
 
 def _verdict(admission: Any, name: str, text: str, known: Any) -> Verdict:
@@ -265,8 +265,8 @@ def facts_of(release: Published, folder: Path, as_new: bool = False) -> Facts:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=FACTS_S)
     if done.returncode:
         raise RuntimeError(f"{release}: {done.stderr.strip()[-2000:]}")
-    found: Facts = json.loads(done.stdout.splitlines()[-1])
-    return found
+    facts: Facts = json.loads(done.stdout.splitlines()[-1])
+    return facts
 
 
 def sound(facts: Facts, base: Published) -> Facts:
@@ -278,16 +278,16 @@ def sound(facts: Facts, base: Published) -> Facts:
 
 def look(release: Published, base: Published, folder: Path, as_new: bool = False) -> Findings:
     before_facts, new_facts = sound(facts_of(base, folder), base), facts_of(release, folder, as_new)
-    found = compare(before_facts, new_facts, Uses.of())
+    findings = compare(before_facts, new_facts, Uses.of())
     if release.ascend and base.ascend:
         said = [
             verdicts(one, facts, distribution(VLLM_ASCEND, one.ascend, folder), as_new and one == release)
             for one, facts in ((base, before_facts), (release, new_facts))
         ]
         refused, news = configurations(*said)
-        found.refused += refused
-        found.news += news
-    return found
+        findings.refused += refused
+        findings.news += news
+    return findings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -314,9 +314,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for release in wanted(given, args.sdists):
             base = before(release, supported(), args.as_new)
-            found = look(release, base, args.sdists, args.as_new) if release != base else Findings()
-            print(found.page(release, base), end="\n\n")
-            code = max(code, CODES[found.verdict])
+            findings = look(release, base, args.sdists, args.as_new) if release != base else Findings()
+            print(findings.page(release, base), end="\n\n")
+            code = max(code, CODES[findings.verdict])
     except (sdist.Unreachable, subprocess.TimeoutExpired, ValueError, RuntimeError) as problem:
         print(f"upstream: {problem}", file=sys.stderr)
         return 2

@@ -89,7 +89,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
     prompts = [fresh_prompt(600) for _ in range(50)]
     bodies = [body_of(p, 32) for p in prompts]
     with ExitStack() as stack:
-        page = stack.enter_context(browser.browser(tmp_path / "chromium")) if browser.found() else None
+        page = stack.enter_context(browser.browser(tmp_path / "chromium")) if browser.executable() else None
         if page is not None:
             page.open(door.url)
             page.until(browser.shows(gone, "ready"))

@@ -105,7 +105,7 @@ def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
     assert pair.free_counts() == before
 
 
-@pytest.mark.skipif(not browser.found(), reason=browser.MISSING)
+@pytest.mark.skipif(not browser.executable(), reason=browser.MISSING)
 def test_the_status_page_has_a_row_for_each_address(pair: Pair, tmp_path: Path) -> None:
     """Ranks with servers of their own have a row each, those behind one address one together."""
     addresses = [engine.url.removeprefix("http://") for engine in (*pair.all_prefill, *pair.decode)]

@@ -55,9 +55,9 @@ def serve(
     _wait(child, limit_s, progress)
     if child.returncode or not result.exists():
         raise RuntimeError(f"vllm bench serve ended with {child.returncode}; the end of {log}:\n{child.tail()}")
-    found: dict[str, Any] = json.loads(result.read_text())
-    found["errors"] = [error for error in found["errors"] if error]
-    return found
+    results: dict[str, Any] = json.loads(result.read_text())
+    results["errors"] = [error for error in results["errors"] if error]
+    return results
 
 
 def flags(

@@ -49,7 +49,7 @@ def of_requests(requests: Sequence[TimedRequest], seconds: float, limits: Limits
         "tpot": [(one.seconds - one.ttft) / (one.tokens - 1) for one in ended if one.tokens > 1],
         "itl": [gap for one in ended for gap in one.gaps],
     }
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "completed": len(ended),
         "failed": len(requests) - len(ended),
         "errors": [one.error for one in requests if one.error],
@@ -60,8 +60,8 @@ def of_requests(requests: Sequence[TimedRequest], seconds: float, limits: Limits
     }
     for name, values in times.items():
         for percent in PERCENTILES:
-            found[f"p{percent}_{name}_ms"] = float(np.percentile(values or [math.nan], percent)) * 1e3
-    return found
+            results[f"p{percent}_{name}_ms"] = float(np.percentile(values or [math.nan], percent)) * 1e3
+    return results
 
 
 def counted(before: Mapping[str, float], after: Mapping[str, float], new: int, token_bytes: int) -> dict[str, float]:
@@ -122,15 +122,15 @@ def table(points: Sequence[MeasuredPoint], names: Mapping[str, str]) -> list[str
 
 def _cells(mine: Sequence[MeasuredPoint]) -> list[str]:
     def ranged(key: str, digits: int, factor: float = 1.0) -> str:
-        found = spread(mine, key)
-        if found is None:
+        spread_of = spread(mine, key)
+        if spread_of is None:
             return "–"
-        middle, low, high = (f"{value * factor:.{digits}f}" for value in found)
+        middle, low, high = (f"{value * factor:.{digits}f}" for value in spread_of)
         return f"{middle} ({low}–{high})" if len(mine) > 1 else middle
 
     def medians(time: str, percents: Iterable[int], digits: int, factor: float) -> str:
-        found = (spread(mine, f"p{percent}_{time}_ms") for percent in percents)
-        return ", ".join(f"{one[0] * factor:.{digits}f}" if one else "–" for one in found)
+        spreads = (spread(mine, f"p{percent}_{time}_ms") for percent in percents)
+        return ", ".join(f"{one[0] * factor:.{digits}f}" if one else "–" for one in spreads)
 
     failed = sum(one.figures.get("failed", 0) for one in mine)
     lost = sum(one.failed for one in mine)

@@ -29,8 +29,8 @@ class KeptPoints:
         wanted = json.loads(json.dumps(settings))
         if not about.exists():
             about.write_text(json.dumps(wanted, indent=1))
-        elif (found := json.loads(about.read_text())) != wanted:
-            other = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        elif (recorded := json.loads(about.read_text())) != wanted:
+            other = sorted(key for key in {*recorded, *wanted} if recorded.get(key) != wanted.get(key))
             raise OtherRun(f"{folder} has a run with another {', '.join(other)}: name another folder with --out")
         self._points: dict[tuple[str, LoadCase, int], MeasuredPoint] = {}
         lines = self._file.read_text().split("\n") if self._file.exists() else []
@@ -49,8 +49,8 @@ class KeptPoints:
 
     def has(self, system: str, case: LoadCase, repeat: int) -> bool:
         """Return whether a point has figures. One that failed is measured again when the run goes on."""
-        found = self._points.get((system, case, repeat))
-        return found is not None and not found.failed
+        point = self._points.get((system, case, repeat))
+        return point is not None and not point.failed
 
     def add(self, point: MeasuredPoint) -> None:
         figures = {name: point.figures[name] for name in _FIGURES if name in point.figures}

@@ -74,8 +74,8 @@ def scaled(load: Sequence[Arrival], lengths: float, speed: float) -> list[Arriva
     for place, one in enumerate(load):
         prompt, answer = (max(1, round(tokens * lengths)) for tokens in (one.prompt, one.answer))
         count = -(-prompt // size)
-        own = (-1 - place,) * max(0, count - len(one.chunks))  # of a trace that says nothing of these
-        made.append(Arrival(one.at / speed, prompt, answer, (*one.chunks[:count], *own)))
+        unique = (-1 - place,) * max(0, count - len(one.chunks))  # of a trace that says nothing of these
+        made.append(Arrival(one.at / speed, prompt, answer, (*one.chunks[:count], *unique)))
     return made
 
 

@@ -46,13 +46,13 @@ def svg(points: Sequence[MeasuredPoint], names: Mapping[str, str], limits: str) 
 
 def _panel(mine: Sequence[MeasuredPoint], systems: Sequence[str], prefix: int) -> list[str]:
     cases = sorted({one.case for one in mine}, key=lambda case: case.value)
-    found = {(s, c): spread(of(mine, s, c), "request_goodput") for s in systems for c in cases}
-    x_step, y_step = tick_step(cases[-1].value), tick_step(max([one[2] for one in found.values() if one], default=0.0))
+    rates = {(s, c): spread(of(mine, s, c), "request_goodput") for s in systems for c in cases}
+    x_step, y_step = tick_step(cases[-1].value), tick_step(max([one[2] for one in rates.values() if one], default=0.0))
     x_most, y_most = (
         step * max(1, math.ceil(most / step - 1e-9))
         for step, most in (
             (x_step, cases[-1].value),
-            (y_step, max([one[2] for one in found.values() if one], default=0.0)),
+            (y_step, max([one[2] for one in rates.values() if one], default=0.0)),
         )
     )
 
@@ -74,7 +74,7 @@ def _panel(mine: Sequence[MeasuredPoint], systems: Sequence[str], prefix: int) -
         f'<text transform="translate(18 {middle}) rotate(-90)" text-anchor="middle">good answers/s</text>',
     ]
     for place, system in enumerate(systems):
-        shown = [(case.value, value) for case in cases if (value := found[system, case])]
+        shown = [(case.value, value) for case in cases if (value := rates[system, case])]
         aside = BESIDE * (place - (len(systems) - 1) / 2)  # so that no bar hides another
         parts.append(f'<g transform="translate({aside} 0)">')
         parts.append(_line([at(x, middle) for x, (middle, _, _) in shown], place))
@@ -87,9 +87,9 @@ def _panel(mine: Sequence[MeasuredPoint], systems: Sequence[str], prefix: int) -
     return parts
 
 
-def _line(places: Sequence[tuple[float, float]], number: int) -> str:
+def _line(points: Sequence[tuple[float, float]], number: int) -> str:
     colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-    pairs = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    pairs = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<polyline points="{pairs}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>'
 
@@ -104,7 +104,7 @@ def tick_step(most: float) -> float:
 
 def png(picture: str, file: Path) -> str:
     """Write the plot as PNG. Return why not; empty if it was written."""
-    if not browser.found():
+    if not browser.executable():
         return browser.MISSING
     width, height = (int(word.split('"')[1]) for word in picture.split(" ")[2:4])
     folder = Path(tempfile.mkdtemp(prefix="bench-load-"))

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
             for streams in args.streams:
                 say(f"({letter}) {NAMES[letter]}, {streams} streams: {args.repeats} turns")
                 with system.running():
-                    found = measure(system.url, streams, args.push, args.pushed, args.seconds, args.repeats)
-                turns += [(letter, one) for one in found]
+                    measured = measure(system.url, streams, args.push, args.pushed, args.seconds, args.repeats)
+                turns += [(letter, one) for one in measured]
     about = f"{args.pushed} tokens a prompt; {args.repeats} turns, {args.seconds:g} s a phase"
     rows = [about, "", *table(turns, {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems})]
     say("\n".join(["", *rows]))
@@ -92,7 +92,7 @@ async def _measure(
 ) -> list[PushedTurn]:
     vocab, path = RECIPES[MODEL].vocab, f"{url}/v1/completions"
     answers: list[TimedAnswer] = []
-    found: list[PushedTurn] = []
+    measured_turns: list[PushedTurn] = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
 
@@ -124,13 +124,13 @@ async def _measure(
                     pushed[number] = sum(await asyncio.wait_for(asyncio.gather(*sending), ENDED_S))
                     if ended := [one for one in talks if one.done()]:
                         await ended[0]  # raises what has ended a stream
-                found.append(PushedTurn(streams, gaps, pushed))
+                measured_turns.append(PushedTurn(streams, gaps, pushed))
         finally:
             for one in talks:
                 one.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*talks, return_exceptions=True)
-    return found
+    return measured_turns
 
 
 async def _begun(answers: Sequence[TimedAnswer], talks: Sequence[asyncio.Task[None]]) -> None:

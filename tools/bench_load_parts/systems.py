@@ -42,11 +42,11 @@ class LoadedSystem:
     def counts(self) -> dict[str, float]:
         """Return what its engines have counted so far."""
         p, d = ([engine.metrics() for engine in side] for side in (self.prefills, self.decodes))
-        found = {"computed": sum(one.get(CACHED, 0.0) for one in p)}
+        totals = {"computed": sum(one.get(CACHED, 0.0) for one in p)}
         written = [one[name] for one in (*p, *d) for name in WRITTEN if name in one]
         if written:
-            found |= {"written": sum(written), "lacked": sum(one.get(LACKED, 0.0) for one in d)}
-        return found
+            totals |= {"written": sum(written), "lacked": sum(one.get(LACKED, 0.0) for one in d)}
+        return totals
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -74,13 +74,13 @@ def cores() -> tuple[list[int], list[int]]:
 @contextmanager
 def started(cluster: Cluster, wanted: str, shape: dict[str, Any]) -> Iterator[dict[str, LoadedSystem]]:
     """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had."""
-    model, (own, rest) = ensure(MODEL), cores()
+    model, (engine_cores, rest) = ensure(MODEL), cores()
     os.sched_setaffinity(0, rest)  # what is started from here on, except for the engines
-    apart = "other cores" if set(rest).isdisjoint(own) else "the same cores"
-    say(f"engines on cores {', '.join(map(str, own))}, one thread each; routers and client on {apart}")
+    apart = "other cores" if set(rest).isdisjoint(engine_cores) else "the same cores"
+    say(f"engines on cores {', '.join(map(str, engine_cores))}, one thread each; routers and client on {apart}")
 
     def spec(core: int, name: str, role: str, **more: Any) -> EngineSpec:
-        return EngineSpec(name, model, role=role, prefix=("taskset", "-c", str(own[core])), **shape, **more)
+        return EngineSpec(name, model, role=role, prefix=("taskset", "-c", str(engine_cores[core])), **shape, **more)
 
     def of_pair(name: str, role: str, **more: Any) -> EngineSpec:
         return spec(0 if role == "kv_producer" else 1, name, role, **more)

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 
-def build(prefill: str, decode: str, own: str, way: str) -> FastAPI:
+def build(prefill: str, decode: str, proxy: str, way: str) -> FastAPI:
     app = FastAPI()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     clients = {url: httpx.AsyncClient(base_url=url, timeout=None, limits=limits) for url in (prefill, decode)}
@@ -28,7 +28,7 @@ def build(prefill: str, decode: str, own: str, way: str) -> FastAPI:
         body = await request.json()
         ticket = uuid.uuid4().hex
         waiting[ticket] = body
-        params = {"do_remote_prefill": True, "metaserver": own, "ticket": ticket}
+        params = {"do_remote_prefill": True, "metaserver": proxy, "ticket": ticket}
         sent = {**body, "kv_transfer_params": params} if way == "whole" else body
 
         async def pieces() -> AsyncIterator[bytes]:
@@ -57,7 +57,7 @@ if __name__ == "__main__":
         parser.add_argument(name, type=int)
     parser.add_argument("way", choices=("whole", "relay"))
     args = parser.parse_args()
-    prefill, decode, own = (f"http://127.0.0.1:{port}" for port in (args.prefill, args.decode, args.port))
+    prefill, decode, proxy = (f"http://127.0.0.1:{port}" for port in (args.prefill, args.decode, args.port))
     uvicorn.run(
-        build(prefill, decode, own, args.way), host="127.0.0.1", port=args.port, log_level="error", access_log=False
+        build(prefill, decode, proxy, args.way), host="127.0.0.1", port=args.port, log_level="error", access_log=False
     )

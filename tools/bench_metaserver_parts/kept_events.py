@@ -68,7 +68,7 @@ def costs(events: int) -> dict[str, float]:
     def request(route: str) -> Any:
         return SimpleNamespace(fields={}, route=route, size=100, **facts)
 
-    found = {}
+    micros = {}
 
     def measure(kind: str, state: Any, first: bytes, one: bytes) -> None:
         state.take(first)
@@ -76,7 +76,7 @@ def costs(events: int) -> dict[str, float]:
         for _ in range(events):
             state.take(one)
         if not state.unfit:
-            found[kind] = (time.thread_time() - begun) / events * 1e6
+            micros[kind] = (time.thread_time() - begun) / events * 1e6
 
     prompt = list(range(100))
     for kind, choice in KINDS.items():
@@ -86,11 +86,11 @@ def costs(events: int) -> dict[str, float]:
     try:
         from vllm_ascend_pd.router.core.blocks import BlockStream
     except ImportError:
-        return found
+        return micros
     for kind, (route, name, said) in TYPED.items():
         state = BlockStream(request(route), 1 << 30)
         measure(kind, state, typed_event(name, said, prompt=prompt), typed_event(name, said))
-    return found
+    return micros
 
 
 def main() -> None:

@@ -58,10 +58,10 @@ UNNAMED = Base()  # laid out as 0.23 is; any change of vLLM was tried with it
 
 def asked_vllm(texts: Mapping[str, str]) -> str:
     """Return the release of vLLM that vllm-ascend asks for, by the recipe of its own image."""
-    found = _ASKED.search(texts.get(RECIPE, ""))
-    if found is None:
+    match = _ASKED.search(texts.get(RECIPE, ""))
+    if match is None:
         raise ValueError(f"{RECIPE} of vllm-ascend does not say (ARG VLLM_TAG) for which vLLM it is")
-    return found[1]
+    return match[1]
 
 
 def _schedulers(texts: Mapping[str, str]) -> tuple[type, ...]:

@@ -25,7 +25,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 MISSING = "Chromium is not installed here: apt-get install chromium-headless-shell"
 
 
-def found() -> str:
+def executable() -> str:
     return next((path for name in NAMES if (path := shutil.which(name))), "")
 
 
@@ -97,7 +97,7 @@ def browser(profile: Path) -> Iterator[Tab]:
     # Debian's command is a script that does not forward signals, so the browser gets a process group that is ended as a
     # whole.
     process = subprocess.Popen(
-        [found(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [executable(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
         port = _port(process, profile / "DevToolsActivePort")

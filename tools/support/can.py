@@ -192,17 +192,17 @@ def refused(feature: Feature, kind: KindOfModel, base: Base) -> bool:
     sides = ((feature.p, "kv_producer"), (feature.d, "kv_consumer"))
     return any(
         _judged(kind.model, base, (*words, *_transfer(role)))
-        for own, role in sides
-        for words in (_words(()), _words(_own(feature, own, base)))  # most often the kind alone is refused
+        for side_flags, role in sides
+        for words in (_words(()), _words(_own(feature, side_flags, base)))  # most often the kind alone is refused
     )
 
 
-def _own(feature: Feature, own: tuple[str, ...], base: Base) -> tuple[str, ...]:
-    return own if feature.old is None or base.int8_by_flags else feature.old
+def _own(feature: Feature, flags: tuple[str, ...], base: Base) -> tuple[str, ...]:
+    return flags if feature.old is None or base.int8_by_flags else feature.old
 
 
-def _words(own: tuple[str, ...]) -> tuple[str, ...]:
-    return own if any(word.startswith(_TP) for word in own) else (*own, f"{_TP}=8")
+def _words(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return flags if any(word.startswith(_TP) for word in flags) else (*flags, f"{_TP}=8")
 
 
 def _transfer(role: str) -> tuple[str, ...]:

@@ -161,8 +161,8 @@ def post(
     response = httpx.post(base + path, json=dict(body), headers=headers, timeout=TIMEOUT, trust_env=False, verify=False)
     if response.status_code != 200:
         raise RequestFailed(response.status_code, response.text)
-    found: dict[str, Any] = response.json()
-    return found
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def leave_after(base: str, body: Mapping[str, Any], seconds: float) -> None:

@@ -40,8 +40,8 @@ def best_tokens(engine: str, prompt: Sequence[int], body: Mapping[str, Any] | No
     """Return the log-probabilities of the engine's best tokens after `prompt`."""
     asked = {"model": "model", **(body or {}), "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
     answer = post(engine, {**asked, "logprobs": LOGPROBS, "ignore_eos": True, "return_tokens_as_token_ids": True})
-    found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-    return found
+    top: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+    return top
 
 
 def shortfall(engine: str, prompt: Sequence[int], token: int, body: Mapping[str, Any] | None = None) -> float:
@@ -53,11 +53,11 @@ def shortfall(engine: str, prompt: Sequence[int], token: int, body: Mapping[str,
 
 def apart(one: str, other: str, prompts: Sequence[Sequence[int]], body: Mapping[str, Any] | None = None) -> float:
     """Return how far apart two single engines put a token, at most, of the best ones of both after one of `prompts`."""
-    found = [0.0]
+    gaps = [0.0]
     for prompt in prompts:
         a, b = best_tokens(one, prompt, body), best_tokens(other, prompt, body)
-        found += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
-    return max(found)
+        gaps += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
+    return max(gaps)
 
 
 @dataclass

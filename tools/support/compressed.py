@@ -99,18 +99,18 @@ def tensors(groups: Sequence[Specs], size: int, blocks: int) -> dict[str, list[t
     """Return the tensors as they are registered: layers of one place in their groups share memory."""
     *_, of_keys, of_latents = SIZES[size]
     raw: dict[tuple[int, int], torch.Tensor] = {}
-    found: dict[str, list[torch.Tensor]] = {}
+    views: dict[str, list[torch.Tensor]] = {}
     for specs in groups:
-        places = {of_keys: 0, of_latents: 0}
+        layers_of = {of_keys: 0, of_latents: 0}
         for name, spec in specs.items():
             page = of_keys if ".indexer." in name else of_latents
-            memory = raw.setdefault((places[page], page), torch.zeros(blocks * page, dtype=torch.int8))
-            places[page] += 1
+            memory = raw.setdefault((layers_of[page], page), torch.zeros(blocks * page, dtype=torch.int8))
+            layers_of[page] += 1
             parts = [(spec.dtype, spec.head_size)] + [(torch.float16, 1)] * getattr(spec, "scale_dim", 0)
             at, entries = 0, spec.block_size // max(1, getattr(spec, "tokens_per_state", 1))
             for dtype, dim in parts:
                 item = dtype.itemsize
                 view = memory.view(dtype).as_strided((blocks, entries, 1, dim), (page // item, dim, dim, 1), at // item)
-                found.setdefault(name, []).append(view)
+                views.setdefault(name, []).append(view)
                 at += entries * dim * item
-    return found
+    return views

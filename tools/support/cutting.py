@@ -46,7 +46,7 @@ class CutStream:
 
 
 def _chunks(stream: bytes) -> int:
-    return sum(found[1].count(b",") + 1 for found in _IDS.finditer(stream)) or len(_DELTAS.findall(stream))
+    return sum(match[1].count(b",") + 1 for match in _IDS.finditer(stream)) or len(_DELTAS.findall(stream))
 
 
 class Cutter:

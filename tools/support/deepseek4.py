@@ -34,11 +34,11 @@ def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, 
     import transformers
 
     library: Any = transformers
-    own = {**sizes, "moe_intermediate_size": sizes["intermediate_size"]}
-    own.pop("intermediate_size")
+    config = {**sizes, "moe_intermediate_size": sizes["intermediate_size"]}
+    config.pop("intermediate_size")
     made = library.DeepseekV4ForCausalLM(
         library.DeepseekV4Config(
-            **own,
+            **config,
             head_dim=head_dim,
             qk_rope_head_dim=64,
             q_lora_rank=128,
@@ -119,8 +119,8 @@ def _draft(weights: dict[str, Any], last: int) -> dict[str, Any]:
     from tools.support.drafts import EMBEDDING
 
     hidden = weights["model.norm.weight"].shape[0]
-    own = {name.split(f"layers.{last}.")[1]: weight for name, weight in weights.items() if f"layers.{last}." in name}
-    own |= {f"hc_head_{part}": weights[f"hc_head_{part}"] for part in ("fn", "base", "scale")}
+    draft = {name.split(f"layers.{last}.")[1]: weight for name, weight in weights.items() if f"layers.{last}." in name}
+    draft |= {f"hc_head_{part}": weights[f"hc_head_{part}"] for part in ("fn", "base", "scale")}
     more = {
         "e_proj.weight": torch.eye(hidden),
         "h_proj.weight": torch.zeros(hidden, hidden),
@@ -130,5 +130,5 @@ def _draft(weights: dict[str, Any], last: int) -> dict[str, Any]:
         "head.weight": weights["head.weight"],
         "emb.tok_emb.weight": weights["model.embed_tokens.weight"],
     }
-    own |= {name: weight.to(torch.bfloat16) for name, weight in more.items()}
-    return {f"mtp.0.{name}": weight.clone() for name, weight in own.items()}
+    draft |= {name: weight.to(torch.bfloat16) for name, weight in more.items()}
+    return {f"mtp.0.{name}": weight.clone() for name, weight in draft.items()}

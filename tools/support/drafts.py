@@ -84,15 +84,15 @@ def add_mtp_layer(directory: Path) -> None:
 
     weights, config = _read(directory)
     n, hidden = config["num_hidden_layers"], config["hidden_size"]
-    own = f"model.layers.{n}."
+    prefix = f"model.layers.{n}."
     for name in [name for name in weights if name.startswith(f"model.layers.{n - 1}.")]:
         weights[name.replace(f"layers.{n - 1}.", f"layers.{n}.")] = weights[name]
-    weights[own + "enorm.weight"] = torch.full((hidden,), EMBEDDING)
-    weights[own + "hnorm.weight"] = torch.ones(hidden)
-    weights[own + "eh_proj.weight"] = _embedding_of(hidden, 2)
-    weights[own + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    weights[own + "shared_head.norm.weight"] = weights["model.norm.weight"]
-    weights[own + "shared_head.head.weight"] = weights["lm_head.weight"]
+    weights[prefix + "enorm.weight"] = torch.full((hidden,), EMBEDDING)
+    weights[prefix + "hnorm.weight"] = torch.ones(hidden)
+    weights[prefix + "eh_proj.weight"] = _embedding_of(hidden, 2)
+    weights[prefix + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    weights[prefix + "shared_head.norm.weight"] = weights["model.norm.weight"]
+    weights[prefix + "shared_head.head.weight"] = weights["lm_head.weight"]
     _store(directory, weights, {**config, "num_nextn_predict_layers": 1, "first_k_dense_replace": n + 1})
 
 
@@ -140,20 +140,20 @@ def _with_heads(layer: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str
     import torch
 
     heads, hidden, random = config["num_attention_heads"], config["hidden_size"], torch.Generator().manual_seed(0)
-    own = {name: weight for name, weight in layer.items() if not name.startswith("self_attn.")}
+    draft = {name: weight for name, weight in layer.items() if not name.startswith("self_attn.")}
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        own[f"self_attn.{name}.weight"] = EMBEDDING * torch.randn(hidden, hidden, generator=random)
+        draft[f"self_attn.{name}.weight"] = EMBEDDING * torch.randn(hidden, hidden, generator=random)
     kept = {name: config[name] for name in OF_LLAMA if name in config}
     sizes = {"model_type": "llama", "num_key_value_heads": heads, "head_dim": hidden // heads}
-    return own, {**kept, **sizes}
+    return draft, {**kept, **sizes}
 
 
 def _without_experts(layer: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take a layer's first expert for its feed-forward: Llama's drafts have one, and no norm of a head."""
     first = {name.replace("mlp.experts.0.", "mlp."): weight for name, weight in layer.items() if ".experts.0." in name}
-    own = {name: weight for name, weight in layer.items() if not name.startswith("mlp.") and "_norm." not in name}
+    draft = {name: weight for name, weight in layer.items() if not name.startswith("mlp.") and "_norm." not in name}
     kept = {name: config[name] for name in (*OF_LLAMA, "num_key_value_heads", "head_dim") if name in config}
-    return own | first, {**kept, "model_type": "llama", "intermediate_size": config["moe_intermediate_size"]}
+    return draft | first, {**kept, "model_type": "llama", "intermediate_size": config["moe_intermediate_size"]}
 
 
 def _eagle(
@@ -161,12 +161,12 @@ def _eagle(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make an Eagle draft. Its layer has no norm before the attention; the projections are scaled instead."""
     hidden = config["hidden_size"]
-    own = {f"layers.0.{name}": weight for name, weight in layer.items() if not name.startswith("input_layernorm")}
+    draft = {f"layers.0.{name}": weight for name, weight in layer.items() if not name.startswith("input_layernorm")}
     for name in ("q_proj", "k_proj", "v_proj"):
-        own[f"layers.0.self_attn.{name}.weight"] = own[f"layers.0.self_attn.{name}.weight"] / EMBEDDING
-    own["fc.weight"] = _embedding_of(hidden, 2)
-    own["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    return own, {**config, "num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}
+        draft[f"layers.0.self_attn.{name}.weight"] = draft[f"layers.0.self_attn.{name}.weight"] / EMBEDDING
+    draft["fc.weight"] = _embedding_of(hidden, 2)
+    draft["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    return draft, {**config, "num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}
 
 
 def _eagle3(
@@ -180,22 +180,22 @@ def _eagle3(
     import torch
 
     hidden = config["hidden_size"]
-    own = {f"midlayer.{name}": weight for name, weight in layer.items()}
+    draft = {f"midlayer.{name}": weight for name, weight in layer.items()}
     for name in ("q_proj", "k_proj", "v_proj"):
-        weight = own[f"midlayer.self_attn.{name}.weight"]
-        own[f"midlayer.self_attn.{name}.weight"] = torch.cat([weight, torch.zeros_like(weight)], dim=1)
-    own["midlayer.hidden_norm.weight"] = torch.ones(hidden)
-    own["fc.weight"] = torch.zeros(hidden, 3 * hidden)
-    own["norm.weight"] = weights["model.norm.weight"]
-    own["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    own["lm_head.weight"] = weights["lm_head.weight"]
+        weight = draft[f"midlayer.self_attn.{name}.weight"]
+        draft[f"midlayer.self_attn.{name}.weight"] = torch.cat([weight, torch.zeros_like(weight)], dim=1)
+    draft["midlayer.hidden_norm.weight"] = torch.ones(hidden)
+    draft["fc.weight"] = torch.zeros(hidden, 3 * hidden)
+    draft["norm.weight"] = weights["model.norm.weight"]
+    draft["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    draft["lm_head.weight"] = weights["lm_head.weight"]
     more = {
         "num_hidden_layers": 1,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config["vocab_size"],
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
-    return own, {**config, **more}
+    return draft, {**config, **more}
 
 
 def _dflash(
@@ -206,18 +206,18 @@ def _dflash(
 
     hidden, size = config["hidden_size"], config["head_dim"]
     norms = {f"self_attn.{name}.weight": torch.ones(size) for name in ("q_norm", "k_norm")}  # which llama has not
-    own = {f"layers.0.{name}": weight for name, weight in (norms | layer).items()}
-    own["hidden_norm.weight"] = layer["input_layernorm.weight"]
-    own["norm.weight"] = weights["model.norm.weight"]
-    own["fc.weight"] = torch.eye(hidden)
+    draft = {f"layers.0.{name}": weight for name, weight in (norms | layer).items()}
+    draft["hidden_norm.weight"] = layer["input_layernorm.weight"]
+    draft["norm.weight"] = weights["model.norm.weight"]
+    draft["fc.weight"] = torch.eye(hidden)
     angle = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, size, 2) / size)
     cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
     query = layer["self_attn.q_proj.weight"].view(config["num_attention_heads"], 2, size // 2, hidden)
     a, b = query[:, 0], query[:, 1]
     turned = torch.stack([a * cos + b * sin, b * cos - a * sin], dim=1)
-    own["layers.0.self_attn.q_proj.weight"] = turned.reshape(-1, hidden)
-    own["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    own["lm_head.weight"] = weights["lm_head.weight"]
+    draft["layers.0.self_attn.q_proj.weight"] = turned.reshape(-1, hidden)
+    draft["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    draft["lm_head.weight"] = weights["lm_head.weight"]
     flash = {"mask_token_id": MASK, "target_layer_ids": [config["num_hidden_layers"] - 2], "causal": True}
     more = {
         "model_type": "qwen3",
@@ -226,7 +226,7 @@ def _dflash(
         "dflash_config": flash,
         "layer_types": ["full_attention"],
     }
-    return own, {**config, **more}
+    return draft, {**config, **more}
 
 
 def _embedding_of(hidden: int, parts: int) -> Any:
@@ -245,6 +245,6 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _store(directory: Path, weights: dict[str, Any], config: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    own = {name: weight.contiguous().clone() for name, weight in weights.items()}
-    save_file(own, directory / WEIGHTS, metadata={"format": "pt"})
+    copies = {name: weight.contiguous().clone() for name, weight in weights.items()}
+    save_file(copies, directory / WEIGHTS, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=1))

@@ -27,19 +27,19 @@ class RunningServer:
 
     def metrics(self) -> dict[str, float]:
         """Return all samples of /metrics by name, summed over their labels."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for name, _, value in self._samples():
-            found[name] = found.get(name, 0.0) + value
-        return found
+            sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     def by_rank(self, name: str) -> dict[str, float]:
         """Return the samples of one name by data-parallel rank."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for sampled, labels, value in self._samples():
             rank = re.search(r'engine="(\d+)"', labels)
             if sampled == name and rank is not None:
-                found[rank[1]] = found.get(rank[1], 0.0) + value
-        return found
+                sums[rank[1]] = sums.get(rank[1], 0.0) + value
+        return sums
 
     def _samples(self) -> Iterator[tuple[str, str, float]]:
         for line in self.page().splitlines():

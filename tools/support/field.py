@@ -83,7 +83,7 @@ def commands(text: str) -> list[Command]:
     """Return all engines of a configuration file; of the ranks on one node only the first."""
     content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     by_node = {entry["node_index"]: entry for entry in content.get("config", [])}
-    found = []
+    engines = []
     for entry in content.get("deployment") or content.get("templates") or []:
         node = by_node.get(entry.get("node_index"), {})
         values = {"LOCAL_IP": ADDRESS, "MASTER_IP": ADDRESS, "PORT": str(node.get("port_start", 8000))}
@@ -95,12 +95,12 @@ def commands(text: str) -> list[Command]:
         model = str(content["model"])
         if words[:2] == ["vllm", "serve"]:
             model, words = words[2], words[3:]
-        found.append(Command(model, tuple(words), environment))
-    return found
+        engines.append(Command(model, tuple(words), environment))
+    return engines
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: values.get(found[1] or found[2], found[0]), text)
+    return _VARIABLE.sub(lambda match: values.get(match[1] or match[2], match[0]), text)
 
 
 # ---- command lines
@@ -279,9 +279,9 @@ class FieldModel:
         if "gdn" not in self.facts["caches"]:
             return asked
         states = self._delta_net(tp, asked)
-        held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(states.shapes, states.dtypes, strict=True))
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(states.shapes, states.dtypes, strict=True))
         token = 2 * 2 * max(1, self.kv_heads // tp) * self.head_size
-        return BLOCK_SIZE * max(1, -(-held // (token * BLOCK_SIZE)))
+        return BLOCK_SIZE * max(1, -(-size // (token * BLOCK_SIZE)))
 
     def scales(self) -> dict[str, Any]:
         """Return the layers that have scales for heads in int8, whose cache P makes of its own."""
@@ -340,12 +340,12 @@ class FieldModel:
         if len(self.facts.get("mla", ())) < 3:
             return dict.fromkeys(names, spec)
         every = self.facts.get("index_every", 1)
-        own = [name for name in names if max(int(name.split(".")[2]) - 1, 0) % every == 0]
+        with_indexer = [name for name in names if max(int(name.split(".")[2]) - 1, 0) % every == 0]
         if base.indexes_apart:
             keys = self._index(spec.block_size, "li" in c8, dcp)
-            return dict.fromkeys(names, spec) | {index_of(name): keys for name in own}
+            return dict.fromkeys(names, spec) | {index_of(name): keys for name in with_indexer}
         shared = self._latent("indexer", (*spec.parts[:2], 0), spec.block_size, spec.dtype, {*c8} - {"li"})
-        return dict.fromkeys(names, shared) | dict.fromkeys(own, spec)
+        return dict.fromkeys(names, shared) | dict.fromkeys(with_indexer, spec)
 
     def _latent(
         self,
@@ -439,12 +439,12 @@ def judge(command: Command, known: Known) -> Judged:
         line = parse(words, base)
         switches = small.switched(line.parsed.additional_config or {})
         asked = line.parsed.speculative_config
-        own = known.drafts[asked["model"]] if asked and "model" in asked else {}
-        config = as_configured(line.parsed, model, own)
+        draft = known.drafts[asked["model"]] if asked and "model" in asked else {}
+        config = as_configured(line.parsed, model, draft)
         if RECOMPUTES in switches and config.kv_transfer_config.is_kv_consumer and base.schedulers:
             config.scheduler_config.schedulers = base.schedulers
         c8 = line.int8 if base.int8_by_flags else _c8(line.parsed)
-        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, own, c8, base))
+        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, draft, c8, base))
         refusals, geometry = _refusals(config, groups, base)
         no_first = _no_first(config)
     parallel = config.parallel_config
@@ -618,7 +618,7 @@ def _refusals(config: Any, groups: Any, base: Base) -> tuple[tuple[PdError, ...]
         push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
     except ConfigError as refused:
         return (refused,), None
-    found: list[PdError] = [*admission.engine_refusals(config, push), *admission.group_refusals(groups)]
+    problems: list[PdError] = [*admission.engine_refusals(config, push), *admission.group_refusals(groups)]
     try:
         Engine.of(config)
         admission.check_groups(groups)
@@ -630,9 +630,9 @@ def _refusals(config: Any, groups: Any, base: Base) -> tuple[tuple[PdError, ...]
         else:
             made = describe(caches, shape, device)
     except ConfigError as refused:
-        rest = [other for other in found if str(other) != str(refused)]
+        rest = [other for other in problems if str(other) != str(refused)]
         return (refused, *rest), None
-    return tuple(found), made.geometry
+    return tuple(problems), made.geometry
 
 
 def specs_of(group: Any) -> dict[str, Any]:
@@ -704,19 +704,19 @@ class FieldVerdict:
 
 
 def verdict(name: str, text: str, known: Known) -> FieldVerdict:
-    found = commands(text)
-    engines = list(dict.fromkeys(judge(command, known) for command in found))
+    all_commands = commands(text)
+    engines = list(dict.fromkeys(judge(command, known) for command in all_commands))
     p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
     strays = [engine for engine in engines if engine.role == "?"]  # with both roles: they count on both sides
     p, d = (*p, *strays), (*d, *strays)
-    return FieldVerdict(name, found[0].model, p, d, pair_of(p, d))
+    return FieldVerdict(name, all_commands[0].model, p, d, pair_of(p, d))
 
 
 def pair_of(p: Sequence[Judged], d: Sequence[Judged]) -> str:
     ours, theirs = ([engine.geometry for engine in side] for side in (p, d))
     if not ours or not theirs or ours[0] is None or theirs[0] is None:
         return ""
-    found = mismatches(ours[0], theirs[0])
-    if found:
-        return f"{found[0].error().code}: {found[0]}"
+    differing = mismatches(ours[0], theirs[0])
+    if differing:
+        return f"{differing[0].error().code}: {differing[0]}"
     return decide(ours[0], theirs[0], "auto", MIN_SPAN).mode

@@ -211,8 +211,8 @@ class _Serving:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for held in (self._connection, self._ended, self._wake):
-            held.close()
+        for channel in (self._connection, self._ended, self._wake):
+            channel.close()
         for status in (*self._running.values(), *self._reported):
             os.close(status)
 

@@ -75,8 +75,8 @@ def install_nixl() -> bool:
 def mooncake(prefill: EngineProcess, decode: EngineProcess, bootstrap: int, tokens: int) -> Ask:
     """Return a function that sends a prompt to both at once, matched by a transfer id."""
     address = f"http://127.0.0.1:{bootstrap}"
-    found = httpx.get(f"{address}/query", timeout=10.0, trust_env=False).json()
-    engine_id = next(iter(found.values()))["engine_id"]
+    workers = httpx.get(f"{address}/query", timeout=10.0, trust_env=False).json()
+    engine_id = next(iter(workers.values()))["engine_id"]
 
     def ask(prompt: list[int]) -> TimedAnswer:
         transfer = uuid.uuid4().hex

@@ -29,8 +29,8 @@ def _file(name: str, *words: str) -> tuple[str, ...]:
 
 
 def _release(release: str) -> MatrixRow:
-    over = f" (its Python over {NEWEST}'s compiled parts)" if release > NEWEST else ""
-    mode = f"vLLM {release}{over}: P and D, and either beside {NEWEST}; grammars, drafts"
+    mixed = f" (its Python over {NEWEST}'s compiled parts)" if release > NEWEST else ""
+    mode = f"vLLM {release}{mixed}: P and D, and either beside {NEWEST}; grammars, drafts"
     return MatrixRow(
         f"vllm-{release}",
         mode,

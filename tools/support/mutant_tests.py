@@ -74,11 +74,11 @@ class Reach:
         """Return the tests that reach these lines; if the file has changed since, those that reach any of its lines."""
         same = self.sources.get(path) == source
         keys = [f"{path}:{line}" for line in lines] if same else [k for k in self.lines if k.startswith(f"{path}:")]
-        found = {test for key in keys for test in self.lines.get(key, ())}
-        if self.always or (same and IMPORTED in found):
+        numbers = {test for key in keys for test in self.lines.get(key, ())}
+        if self.always or (same and IMPORTED in numbers):
             return self.seconds
         tests = list(self.seconds.items())
-        return dict(tests[number] for number in found - {IMPORTED})
+        return dict(tests[number] for number in numbers - {IMPORTED})
 
 
 class Watch:
@@ -205,8 +205,8 @@ class Field:
         reached: dict[str, float] = {}
         unknown: dict[str, float] = {}  # tests whose child processes may reach it
         for reach in self.watched(patterns).values():
-            found = reach.of(path, range(lines[0], lines[1] + 1), _digest([self.root / path]))
-            (unknown if reach.always else reached).update(found)
+            seconds_of = reach.of(path, range(lines[0], lines[1] + 1), _digest([self.root / path]))
+            (unknown if reach.always else reached).update(seconds_of)
         file = self.root / path
         text, deadline = file.read_text(), time.monotonic() + limit_s
         file.write_text(change(text))

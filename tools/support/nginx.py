@@ -42,7 +42,7 @@ http {{
 """
 
 
-def found() -> str:
+def executable() -> str:
     """Return its path; empty if there is none. Debian's is unpacked by scripts/setup.sh."""
     unpacked = Path(__file__).resolve().parents[2] / ".cache" / "nginx" / "usr" / "sbin"
     return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:{unpacked}") or ""
@@ -54,7 +54,7 @@ def nginx(folder: Path, behind: int, kept: int = 4) -> Iterator[tuple[int, int]]
     whole, pieces = free_port(), free_port()
     config = folder / "nginx.conf"
     config.write_text(_CONFIG.format(folder=folder, behind=behind, kept=kept, whole=whole, pieces=pieces))
-    with subprocess.Popen([found(), "-c", str(config), "-p", str(folder)], stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([executable(), "-c", str(config), "-p", str(folder)], stderr=subprocess.PIPE) as process:
         try:
             for port in (whole, pieces):
                 _wait_for(process, port)

@@ -23,9 +23,9 @@ def cover(factors: Mapping[str, Sequence[str]], without: Mapping[str, str] | Non
     if without:
         product = [cell for cell in product if not without.items() <= cell.items()]
     open_pairs = set[frozenset[tuple[str, str]]]().union(*map(pairs, product))
-    found: list[Cell] = []
+    cells: list[Cell] = []
     while open_pairs:
         best = max(product, key=lambda cell: len(pairs(cell) & open_pairs))
         open_pairs -= pairs(best)
-        found.append(best)
-    return found
+        cells.append(best)
+    return cells

@@ -30,12 +30,12 @@ LATENT = 576 * 2
 
 
 def cache(kind: str, heads: int, tp: int) -> CacheGeometry:
-    held = max(1, heads // tp)
+    rank_heads = max(1, heads // tp)
     cells = {"k": CELL, "v": CELL} if heads > 1 else {"latent": LATENT}
     regions = []
     for name, cell in cells.items():
-        head, token = (cell, held * cell) if kind == "token" else (BLOCK * cell, cell)
-        regions.append(Region(name, BLOCK * held * cell, head, token, cell))
+        head, token = (cell, rank_heads * cell) if kind == "token" else (BLOCK * cell, cell)
+        regions.append(Region(name, BLOCK * rank_heads * cell, head, token, cell))
     return CacheGeometry(BLOCK, heads, tp, "bfloat16", "plain", tuple(regions), (("layer",),))
 
 

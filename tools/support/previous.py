@@ -33,9 +33,9 @@ def commit(root: Path = ROOT) -> str:
     if named := os.environ.get("PD_PREVIOUS"):
         return named
     words = ["git", "-C", str(root), "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*", "HEAD^"]
-    found = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-    if found.returncode == 0:
-        return found.stdout.strip()
+    described = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    if described.returncode == 0:
+        return described.stdout.strip()
     recorded = git("log", "-1", "--format=%H", "--", RECORDED, root=root).stdout.decode().strip()
     older = git("merge-base", "--is-ancestor", recorded, BEFORE_RELEASES, root=root)
     return recorded if recorded and older.returncode == 1 else BEFORE_RELEASES

@@ -146,18 +146,18 @@ class Child:
 
     def members(self) -> list[psutil.Process]:
         """Return the running processes of the tree and of the session."""
-        found: dict[int, psutil.Process] = {}
+        by_pid: dict[int, psutil.Process] = {}
         if self.alive:
             root = psutil.Process(self.pid)
             for process in (root, *root.children(recursive=True)):
-                found[process.pid] = process
+                by_pid[process.pid] = process
         for process in psutil.process_iter():
             try:
                 if os.getsid(process.pid) == self.pid:
-                    found[process.pid] = process
+                    by_pid[process.pid] = process
             except (ProcessLookupError, PermissionError):
                 continue
-        return [p for p in found.values() if _runs(p)]
+        return [p for p in by_pid.values() if _runs(p)]
 
     def cpu_seconds(self) -> float:
         """Return the user and system time of the running processes of the tree."""

@@ -33,7 +33,7 @@ def facts(sources: Sources, versions: Mapping[str, str]) -> dict[str, Any]:
     sources.install()
     uses = Uses.of()
     fails = list(_imports_fail())
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "missing": _missing(uses),
         "functions": dict(_functions(uses)),
         "words": sorted(_words(sources, uses)),
@@ -47,13 +47,13 @@ def facts(sources: Sources, versions: Mapping[str, str]) -> dict[str, Any]:
     asked |= {"fields": lambda: _fields(sources), "contracts": lambda: [*_contracts(), *_wrappers()]}
     for what, ask in asked.items():
         try:
-            found[what] = ask()
+            result[what] = ask()
         except Exception as problem:  # noqa: BLE001 (whatever this package's own code raises over another release)
-            found[what] = {} if what in ("changes", "fields") else []
+            result[what] = {} if what in ("changes", "fields") else []
             fails.append(f"{what} cannot be read: {type(problem).__name__}: {problem}")
-    fails += found.pop("contracts")
-    fails += [f"{change} {shape}" for change, (_, shape) in found["changes"].items() if shape.startswith(RAISES)]
-    return found
+    fails += result.pop("contracts")
+    fails += [f"{change} {shape}" for change, (_, shape) in result["changes"].items() if shape.startswith(RAISES)]
+    return result
 
 
 def _imports_fail() -> Iterator[str]:
@@ -69,11 +69,11 @@ def _imports_fail() -> Iterator[str]:
 
 def _missing(uses: Uses) -> dict[str, bool]:
     """Return the names that are imported and are not there, with whether each import is checked."""
-    found: dict[str, bool] = {}
+    missing: dict[str, bool] = {}
     for one in uses.imports:
         if not _is_there(one):
-            found[f"{one.module}.{one.name}"] = found.get(f"{one.module}.{one.name}", True) and one.checked
-    return found
+            missing[f"{one.module}.{one.name}"] = missing.get(f"{one.module}.{one.name}", True) and one.checked
+    return missing
 
 
 def _is_there(one: Imported) -> bool:
@@ -116,9 +116,9 @@ def _wrappers() -> Iterator[str]:
 
 
 def _unfit(name: str, ours: Any, theirs: Any) -> Iterator[str]:
-    own, asked = parameters(ours), parameters(theirs)
-    if own is not None and asked is not None and not accepts(own, asked):
-        yield f"{name}({', '.join(own)}) is called with ({', '.join(asked)})"
+    defined, asked = parameters(ours), parameters(theirs)
+    if defined is not None and asked is not None and not accepts(defined, asked):
+        yield f"{name}({', '.join(defined)}) is called with ({', '.join(asked)})"
 
 
 def _changes(sources: Sources, versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -230,12 +230,12 @@ def _members(sources: Sources, uses: Uses) -> dict[str, dict[str, Parameters | N
     """Return members and parameters of the classes that this package names, or calls its variables by."""
     named = {flat(word) for word in uses.words}
     every = {each for text in sources.texts.values() for each in _CLASS.findall(text)}
-    found: dict[str, dict[str, Parameters | None]] = {}
+    by_class: dict[str, dict[str, Parameters | None]] = {}
     for name in sorted(every):
         if flat(name) in named:
             for kind in sources.classes(name):
-                found.setdefault(name, {}).update(members(kind))
-    return found
+                by_class.setdefault(name, {}).update(members(kind))
+    return by_class
 
 
 def _words(sources: Sources, uses: Uses) -> set[str]:

@@ -78,9 +78,9 @@ def ensure(pin: Pin, cache: Path = ROOT / ".cache" / "sdist") -> Path:
 
 
 def checked(pin: Pin, path: Path) -> Path:
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if pin.sha256 and found != pin.sha256:
-        raise NotThePinned(f"{path} is not the pinned {pin.file}: its sha256 is {found}, not {pin.sha256}. Remove it.")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if pin.sha256 and digest != pin.sha256:
+        raise NotThePinned(f"{path} is not the pinned {pin.file}: its sha256 is {digest}, not {pin.sha256}. Remove it.")
     return path
 
 
@@ -145,8 +145,8 @@ def _pip(name: str, version: str, to: Path, *options: str, **variables: Path) ->
 def wheel(name: str, version: str, cache: Path) -> Path:
     """Return a release's wheel for this machine, downloaded if needed: its files are read, it is not installed."""
     stem = f"{name.replace('-', '_')}-{version}-"
-    if found := sorted(cache.glob(f"{stem}*.whl")):
-        return found[0]
+    if wheels := sorted(cache.glob(f"{stem}*.whl")):
+        return wheels[0]
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         _pip(name, version, Path(scratch), "--only-binary", ":all:")
         for path in Path(scratch).glob(f"{stem}*.whl"):

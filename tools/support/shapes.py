@@ -73,8 +73,8 @@ def refused(engines: Engines, like: Engines) -> bool:
     sides = ((engines.p, like.p, "kv_producer"), (engines.d, like.d, "kv_consumer"))
     draft = ("--speculative-config", json.dumps(dict(engines.draft))) if engines.draft else ()
     return any(
-        _refused(engines.model, (*draft, *engines.flags, *own.flags, *_sizes(other), *_transfer(role)))
-        for own, other, role in sides
+        _refused(engines.model, (*draft, *engines.flags, *side.flags, *_sizes(other), *_transfer(role)))
+        for side, other, role in sides
     )
 
 

@@ -76,13 +76,13 @@ class Sources(MetaPathFinder, Loader):
 
     def classes(self, name: str) -> list[type]:
         """Return all classes of that name."""
-        found = []
+        kinds = []
         for module, text in self.texts.items():
             if f"class {name}" in text:
                 made = getattr(importlib.import_module(module), name, None)
                 if isinstance(made, type) and made.__module__ == module:
-                    found.append(made)
-        return found
+                    kinds.append(made)
+        return kinds
 
 
 class _Reader:
@@ -118,9 +118,9 @@ class _Reader:
         statement = self._later.get(name)
         if statement is None:
             raise AttributeError(f"{self._module.__name__} has no {name} in this release")
-        found = self._class(statement) if isinstance(statement, ast.ClassDef) else self._imported(statement, name)
-        setattr(self._module, name, found)
-        return found
+        made = self._class(statement) if isinstance(statement, ast.ClassDef) else self._imported(statement, name)
+        setattr(self._module, name, made)
+        return made
 
     def _imported(self, statement: ast.Import | ast.ImportFrom, name: str) -> Any:
         """Return what an import gives; of a package that is not installed, nothing is known."""
@@ -159,13 +159,13 @@ class _Reader:
         made.col_offset = made.end_col_offset = 0
         space: dict[str, Any] = {"__name__": self._module.__name__}
         exec(compile(ast.fix_missing_locations(ast.Module([made], [])), self._file, "exec"), space)
-        found = space[node.name]
+        function = space[node.name]
         words = {ast.unparse(one).rpartition(".")[2] for one in node.decorator_list}
-        found.__isabstractmethod__ = "abstractmethod" in words
+        function.__isabstractmethod__ = "abstractmethod" in words
         for kind in (classmethod, staticmethod, property):
             if kind.__name__ in words or (kind is property and "cached_property" in words):
-                return kind(found)
-        return found
+                return kind(function)
+        return function
 
     def _class(self, node: ast.ClassDef) -> type:
         space: dict[str, Any] = {"__module__": self._module.__name__}
@@ -213,20 +213,20 @@ class _Skeleton(ABCMeta):
 
 def fields(kind: Any) -> tuple[str, ...]:
     """Return the fields of a skeleton of a data class, with those that it inherits."""
-    found: tuple[str, ...] = kind.__struct_fields__
-    return found
+    names: tuple[str, ...] = kind.__struct_fields__
+    return names
 
 
 def members(kind: type) -> dict[str, Parameters | None]:
     """Return the names that objects of a skeleton have, and of methods the parameters."""
-    found: dict[str, Parameters | None] = {}
+    by_name: dict[str, Parameters | None] = {}
     for one in reversed(kind.__mro__):
         if isinstance(one, _Skeleton):
-            found |= dict.fromkeys(one.__own_attributes__)
-            found |= {
+            by_name |= dict.fromkeys(one.__own_attributes__)
+            by_name |= {
                 name: parameters(value) for name, value in vars(one).items() if not name.startswith(("__", "_abc_"))
             }
-    return found
+    return by_name
 
 
 def parameters(value: Any) -> Parameters | None:
@@ -248,9 +248,9 @@ def accepts(ours: Parameters, theirs: Parameters) -> bool:
     if any(one.startswith("**") for one in ours) and any(one.startswith("*") for one in ours if one[1] != "*"):
         return True
     names = [one.strip("=") for one in theirs if not one.startswith("*")]
-    own = [one for one in ours if not one.startswith("*")]
-    more = own[len(names) :]
-    return [one.strip("=") for one in own[: len(names)]] == names and all(one.endswith("=") for one in more)
+    positional = [one for one in ours if not one.startswith("*")]
+    more = positional[len(names) :]
+    return [one.strip("=") for one in positional[: len(names)]] == names and all(one.endswith("=") for one in more)
 
 
 def extends(before: Sequence[str], now: Sequence[str]) -> bool:

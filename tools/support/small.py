@@ -88,14 +88,14 @@ def stands(wanted: Needs, sets: Mapping[str, Needs]) -> str:
         draft = f" with {wanted.draft}" if wanted.draft else ""
         return f"–: {' and '.join(sorted(wanted.kinds))}{draft}"
     first = min(alike, key=lambda title: (len(wanted.modes - alike[title].modes), len(alike[title].modes)))
-    found, left = [f"`{first}`"], wanted.modes - alike[first].modes
+    set_words, left = [f"`{first}`"], wanted.modes - alike[first].modes
     for mode in sorted(left):
         others = {title: one for title, one in sets.items() if mode in one.modes}
         other = min(
             others, key=lambda title: (others[title].kinds != wanted.kinds, len(others[title].modes)), default=""
         )
-        found.append(f"{mode} `{other}`" if other else f"–: {mode}")
-    return "; ".join(found)
+        set_words.append(f"{mode} `{other}`" if other else f"–: {mode}")
+    return "; ".join(set_words)
 
 
 @lru_cache(maxsize=4)

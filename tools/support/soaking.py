@@ -107,11 +107,11 @@ def sample(server: SoakedServer, done: int) -> ResourceSample:
     for process in server.process.members():
         try:
             # shared memory (queues, libraries) grows page by page as it is first used
-            own = process.memory_full_info().uss
+            unshared = process.memory_full_info().uss
             if process.name().startswith(WORKER):
-                workers_own, workers = workers_own + own, workers + 1
+                workers_own, workers = workers_own + unshared, workers + 1
             else:
-                host += own
+                host += unshared
             threads += process.num_threads()
             sockets += _sockets(process.pid)
         except (psutil.NoSuchProcess, FileNotFoundError):
@@ -245,10 +245,10 @@ class Soak:
             time.sleep(0.5)
         for server in self.servers():
             try:
-                found = sample(server, done)
+                newest = sample(server, done)
             except httpx.TimeoutException:  # the whole run may have been stopped for minutes during the request
-                found = sample(server, done)
-            self.samples.append(found)
+                newest = sample(server, done)
+            self.samples.append(newest)
 
     # -- the verdict
 
@@ -262,28 +262,28 @@ class Soak:
         full. The reference gets the same prompts without a connector, so since the pause before the first prompt a
         worker of the pair may grow as much as one of the reference at the same age.
         """
-        found: list[str] = []
+        findings: list[str] = []
         control = [s for s in self.samples if s.server == self.reference.name and s.workers]
         for name, pid in dict.fromkeys((s.server, s.pid) for s in self.samples):
-            own = [s for s in self.samples if (s.server, s.pid) == (name, pid)]
-            first, last = own[0], own[-1]
-            base, warm = own[min(2, len(own) - 1)], own[min(3, len(own) - 1)]
-            if any(s.free_blocks != first.free_blocks for s in own):
-                found.append(f"{name}: free blocks {[s.free_blocks for s in own]}")
-            if any(s.open_transfers for s in own):
-                found.append(f"{name}: open transfers {[s.open_transfers for s in own]}")
+            samples = [s for s in self.samples if (s.server, s.pid) == (name, pid)]
+            first, last = samples[0], samples[-1]
+            base, warm = samples[min(2, len(samples) - 1)], samples[min(3, len(samples) - 1)]
+            if any(s.free_blocks != first.free_blocks for s in samples):
+                findings.append(f"{name}: free blocks {[s.free_blocks for s in samples]}")
+            if any(s.open_transfers for s in samples):
+                findings.append(f"{name}: open transfers {[s.open_transfers for s in samples]}")
             if last.threads > base.threads + 4:
-                found.append(f"{name}: threads {[s.threads for s in own]}")
+                findings.append(f"{name}: threads {[s.threads for s in samples]}")
             if last.sockets > base.sockets + 16:
-                found.append(f"{name}: sockets {[s.sockets for s in own]}")
+                findings.append(f"{name}: sockets {[s.sockets for s in samples]}")
             if memory and last.host_mib > warm.host_mib * 1.03 + 8:
-                found.append(f"{name}: MiB of its front end and scheduler {[round(s.host_mib) for s in own]}")
+                findings.append(f"{name}: MiB of its front end and scheduler {[round(s.host_mib) for s in samples]}")
             if memory and last.workers and name != self.reference.name:
-                same_age = control[min(len(own), len(control)) - 1].workers_mib - control[0].workers_mib
+                same_age = control[min(len(samples), len(control)) - 1].workers_mib - control[0].workers_mib
                 grown, each = last.workers_mib - first.workers_mib, first.workers_mib / last.workers
                 if grown / last.workers > same_age + each * 0.03 + 8:
-                    found.append(f"{name}: MiB of its workers {[round(s.workers_mib) for s in own]}")
-        return found
+                    findings.append(f"{name}: MiB of its workers {[round(s.workers_mib) for s in samples]}")
+        return findings
 
     def report(self) -> list[str]:
         """Return Markdown: the samples, then the results of the prompts."""

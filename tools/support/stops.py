@@ -165,8 +165,8 @@ class Stops:
         return row
 
     def _ready(self) -> bool:
-        found = httpx.get(f"{self._site.front.url}/readiness", timeout=5.0, trust_env=False, verify=False)
-        return found.status_code == 200
+        answer = httpx.get(f"{self._site.front.url}/readiness", timeout=5.0, trust_env=False, verify=False)
+        return answer.status_code == 200
 
     def _judge(self, row: StopResult, streams: Streams) -> None:
         if streams.broken:
@@ -179,10 +179,10 @@ class Stops:
 
 
 def _pid(engine: EngineProcess, process: str) -> int:
-    found = psutil.Process(engine.process.pid)
+    chosen = psutil.Process(engine.process.pid)
     for _ in range(PROCESSES.index(process)):  # beside trackers of resources, which are small
-        found = max(found.children(), key=lambda child: child.memory_info().rss)
-    return int(found.pid)
+        chosen = max(chosen.children(), key=lambda child: child.memory_info().rss)
+    return int(chosen.pid)
 
 
 def _pids(engine: EngineProcess) -> set[int]:

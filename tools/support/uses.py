@@ -29,22 +29,22 @@ class Imported:
 class Uses:
     """All of it. `read` and `looked_for` are names of attributes, each behind what it is read from.
 
-    `files` has for each file its words, and those in strings: a name that is checked may stand in a list. `own` are the
-    names that this package defines itself.
+    `files` has for each file its words, and those in strings: a name that is checked may stand in a list.
+    `defined` are the names that this package defines itself.
     """
 
     imports: list[Imported] = field(default_factory=list)
     read: set[tuple[str, str]] = field(default_factory=set)
     looked_for: set[tuple[str, str]] = field(default_factory=set)
     files: list[tuple[set[str], set[str]]] = field(default_factory=list)
-    own: set[str] = field(default_factory=set)
+    defined: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, folder: Path = PACKAGE) -> Uses:
-        found = cls()
+        uses = cls()
         for path in sorted(folder.rglob("*.py")):
-            found._add(ast.parse(path.read_text()), path.parent == folder / ROOM.name)
-        return found
+            uses._add(ast.parse(path.read_text()), path.parent == folder / ROOM.name)
+        return uses
 
     def _add(self, tree: ast.AST, checks: bool) -> None:
         """Add a module. `checks`: it checks at the start that what it uses is as it was."""
@@ -59,18 +59,18 @@ class Uses:
                 strings.add(node.value)
             elif isinstance(node, ast.Attribute):
                 if _receiver(node.value) == "self" and isinstance(node.ctx, ast.Store):
-                    self.own.add(node.attr)
+                    self.defined.add(node.attr)
                 self.read.add((flat(_receiver(node.value)), node.attr))
                 words.add(node.attr)
             elif isinstance(node, ast.Call) and (name := _looked_for(node)):
                 self.looked_for.add((flat(_receiver(node.args[0])), name))
             elif isinstance(node, ast.Name):
                 words.add(node.id)
-                self.own |= {node.id} if isinstance(node.ctx, ast.Store) else set()
+                self.defined |= {node.id} if isinstance(node.ctx, ast.Store) else set()
             elif isinstance(node, ast.arg | ast.keyword):
                 words.add(node.arg or "")
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                self.own.add(node.name)
+                self.defined.add(node.name)
         self.files.append((words, strings))
 
     @property

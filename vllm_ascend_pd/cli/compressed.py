@@ -60,14 +60,14 @@ def pool(d: CacheGeometry, tokens: int) -> tuple[int, int]:
         layers[kind.group_index] = counts[index]  # all kinds of a group have as many
         pages += sum(region.block_stride for region in kind.regions) if kind.group_index == 0 else 0
     length = min(range(layers[0], max(layers) + 1), key=lambda n: (sum(-count % n for count in layers), -n))
-    blocks, places = 0, 0
+    blocks, group_places = 0, 0
     for index, (group, count) in enumerate(zip(d.groups, layers, strict=True)):
         whole, size = -(-(tokens // group.per_entry) // group.block_size), group.block_size
         parts = -(-count // length) if group.partial else 1
         blocks += parts * min(whole, -(-(group.n - 1) // size) + 1) if group.partial else whole
-        own = count - len(d.drafts) if index == _WINDOWS else count
-        places = max(places, -(-own // parts))
-    return (places + len(d.drafts)) * pages, blocks
+        target_layers = count - len(d.drafts) if index == _WINDOWS else count
+        group_places = max(group_places, -(-target_layers // parts))
+    return (group_places + len(d.drafts)) * pages, blocks
 
 
 def _kinds(

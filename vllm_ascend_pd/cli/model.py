@@ -144,11 +144,11 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     drafts = next((size(name) for name in names if config.get(name)), 0)
     if ratios := config.get("compress_ratios"):
-        own = tuple(ratios[:layers]) if isinstance(ratios, list) else ()
-        if len(own) < layers or any(ratio not in (0, 4, 128) for ratio in own) or not (4 in own and 128 in own):
+        by_layer = tuple(ratios[:layers]) if isinstance(ratios, list) else ()
+        if len(by_layer) < layers or any(ratio not in (0, 4, 128) for ratio in by_layer) or not {4, 128} <= {*by_layer}:
             refuse("--model", model, "its compress_ratios are not 4, 128, and 0 for other layers", _REMEDY)
         dim, window, index = size("head_dim"), size("sliding_window"), size("index_head_dim")
-        return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=own)
+        return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=by_layer)
     if config.get("kv_lora_rank"):
         index = size("index_head_dim") if config.get("index_topk") else 0  # as if all layers had an indexer
         rope = size("qk_rope_head_dim")
@@ -200,8 +200,8 @@ def states(config: Mapping[str, Any], layers: int) -> States | None:
         keys, key, values, value, kernel = delta
         return States(DELTA_NET, values, value, keys, key, kernel - 1, stateful, attends, item)
     for names in _MAMBA2:
-        if len(found := sizes(names)) == len(names):
-            heads, head, groups, width, kernel = found
+        if len(mamba := sizes(names)) == len(names):
+            heads, head, groups, width, kernel = mamba
             return States(MAMBA2, heads, head, groups, width, kernel - 1, stateful, attends, item)
     return None
 

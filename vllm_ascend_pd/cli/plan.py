@@ -259,7 +259,7 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decis
                     total = sums.setdefault((p.worker(stage, rank), d.worker(d_stage, d_rank)), [0, 0])
                     total[0] += count * layers
                     total[1] += size * layers
-    return [PairWrites(*places, *total) for places, total in sorted(sums.items())]
+    return [PairWrites(*workers, *total) for workers, total in sorted(sums.items())]
 
 
 def _seconds(links: Iterable[PairWrites], gbps: float, descriptor_us: float) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from unit.router.cluster import cluster
 from unit.router.fake_engine import words
 from unit.router.smuggled import JDK_OFFER, Attack, attacks, completion, request
 
-pytestmark = pytest.mark.skipif(not nginx.found(), reason=nginx.MISSING)
+pytestmark = pytest.mark.skipif(not nginx.executable(), reason=nginx.MISSING)
 
 AT_ONCE = 64  # attacks, as many connections that nginx keeps, and as many others that get one of these next
 OF_NGINX = b"<center>nginx"

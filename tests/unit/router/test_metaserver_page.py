@@ -19,7 +19,7 @@ from vllm_ascend_pd.router.faults import brief, remedy
 
 TOKEN = "a-token-of-enough-length"
 TRACES = Path(__file__).parents[1] / "traces" / "tp2_to_tp1"
-needs_browser = pytest.mark.skipif(not browser.found(), reason=browser.MISSING)
+needs_browser = pytest.mark.skipif(not browser.executable(), reason=browser.MISSING)
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def test_what_is_used_is_read_from_this_packages_code(tmp_path: Path) -> None:
         ("vllm.later", "New", True),
     ]
     assert {"scheduler", "running", "Request", "kept"} <= found.words
-    assert {"mine", "New", "kept"} <= found.own and "running" not in found.own
+    assert {"mine", "New", "kept"} <= found.defined and "running" not in found.defined
 
 
 def test_the_room_that_checks_what_it_uses_checks_what_it_imports(tmp_path: Path) -> None:

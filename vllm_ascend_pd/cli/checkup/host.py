@@ -165,26 +165,26 @@ def allocator(environ: Mapping[str, str]) -> Check:
     return good("allocator", f"{name} does not have {word}")
 
 
-def known_pair(found: Mapping[str, str]) -> Check:
+def known_pair(numbers: Mapping[str, str]) -> Check:
     """Compare the installed releases with the table of those that belong together."""
-    words = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "nothing"
+    words = ", ".join(f"{name} {number}" for name, number in numbers.items() if number) or "nothing"
     for name in ("vllm", "torch"):
-        if not found.get(name):
+        if not numbers.get(name):
             return failure("versions", f"{name} is not installed ({words})", "docs/building.md says what is needed.")
-    installed = {name: number for name, number in found.items() if number}
+    installed = {name: number for name, number in numbers.items() if number}
     if ascend := installed.get("vllm-ascend"):
         installed["vllm-ascend"] = re.split(r"rc|\.post", ascend)[0]
     for row in KNOWN:
         if all(row.get(name) == number for name, number in installed.items()):
             return good("versions", f"{words}: a known pair")
-    wanted = next((row for row in KNOWN if row["vllm"] == found["vllm"]), None)
+    wanted = next((row for row in KNOWN if row["vllm"] == numbers["vllm"]), None)
     if wanted is None:
         versions = " or ".join(row["vllm"] for row in KNOWN)
         return warning("versions", f"{words}: not tried with this package", f"vLLM {versions} is.")
     differs = [
         f"{name} {row_number}" for name, row_number in wanted.items() if installed.get(name, row_number) != row_number
     ]
-    return failure("versions", f"{words} do not belong together", f"vLLM {found['vllm']} wants {', '.join(differs)}.")
+    return failure("versions", f"{words} do not belong together", f"vLLM {numbers['vllm']} wants {', '.join(differs)}.")
 
 
 def protocol_of(options: HostOptions) -> str:

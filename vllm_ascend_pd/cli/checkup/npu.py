@@ -39,7 +39,7 @@ def checks(options: HostOptions, root: Path = ROOT) -> Iterator[Check]:
             yield note("npu", "none here: CANN, hccn.conf and links are not looked at")
         return
     devices = sorted(
-        int(found[1]) for path in (root / "dev").iterdir() if (found := re.fullmatch(r"davinci(\d+)", path.name))
+        int(match[1]) for path in (root / "dev").iterdir() if (match := re.fullmatch(r"davinci(\d+)", path.name))
     )
     yield (
         good("npu", f"{len(devices)}: {', '.join(map(str, devices))}")
@@ -129,13 +129,13 @@ def health(root: Path, devices: list[int], run: RunCommand = _run) -> Check:
     """Check what each NPU's own probe of the network says: whether the address that it is told to try answers."""
     tool = _tool(root)
     said = {device: run([tool, "-i", str(device), "-net_health", "-g"]) for device in devices} if tool else {}
-    found = {
+    answers = {
         device: match[1] for device, words in said.items() if (match := re.search(r"health status:\s*(.+)", words))
     }
-    bad = [f"NPU {device}: {status.strip()}" for device, status in found.items() if status.strip() != "Success"]
+    bad = [f"NPU {device}: {status.strip()}" for device, status in answers.items() if status.strip() != "Success"]
     if bad:
         return warning("net health", ", ".join(bad), "Compare hccn_tool -i N -netdetect -g, -gateway -g and -ip -g.")
-    if len(found) < len(devices) or not found:
+    if len(answers) < len(devices) or not answers:
         return note("net health", "not known of each NPU", "Look on the host: hccn_tool -i N -net_health -g.")
     return good("net health", "Success on each NPU")
 

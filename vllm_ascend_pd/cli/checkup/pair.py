@@ -315,8 +315,8 @@ def _answer(side: DoctorSide, line: Line) -> str:
         line.say(ReadResult(digest))
         written = wire.write(offer)
         line.say(written)
-        found = line.receive(ReadResult, ANSWER_S)
+        theirs_read = line.receive(ReadResult, ANSWER_S)
     finally:
         wire.close()
-    ways = (judged("from there", theirs_written, digest), judged("to there", written, found.digest))
+    ways = (judged("from there", theirs_written, digest), judged("to there", written, theirs_read.digest))
     return "; ".join(f"{way.name} {way.says}" for way in ways)
