@@ -41,8 +41,8 @@ _ROUTER = ("router/test_*", "test_shown", "test_within")
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/worker/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
     "prefill/scheduler/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
-    "decode/worker/core": (*_BOOKS, "test_trace", "test_metrics"),
-    "decode/scheduler/core": (*_BOOKS, "test_trace", "test_metrics"),
+    "decode/worker/core": (*_BOOKS, "test_loads", "test_trace", "test_metrics"),
+    "decode/scheduler/core": (*_BOOKS, "test_no_prompts", "test_trace", "test_metrics"),
     "protocol": (
         "test_shown",
         "test_protocol_*",
@@ -69,9 +69,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "channel": ("test_channel", "test_channel_*"),
     "regroup/core": ("test_ops", "test_shown", "test_ops_*", "test_regroup_*"),
     "prefill/scheduler": (*_PUSHES, "test_bootstrap"),
-    "prefill/worker": _PUSHES,
-    "decode/scheduler": _BOOKS,
-    "decode/worker": _BOOKS,
+    "prefill/worker": (*_PUSHES, "test_steps"),
+    "decode/scheduler": (*_BOOKS, "test_metaserver_client", "test_httpx_transport", "test_no_prompts"),
+    "decode/worker": (*_BOOKS, "test_loads"),
     "router": _ROUTER,
     "router/core": _ROUTER,
     "admission": ("test_admission", "test_admission_*", "test_connector", "test_imported_names"),

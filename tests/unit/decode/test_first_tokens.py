@@ -765,3 +765,9 @@ def test_prefill_s_report_has_room_for_a_token_and_no_more() -> None:
     )
     with pytest.raises(msgspec.ValidationError):
         reports.read_answer(longer)
+
+
+def test_a_row_of_log_probabilities_has_the_rank_of_its_own_token_which_is_the_first() -> None:
+    rows = first_token.logprob_rows([[(5, -0.5, 4), (6, -0.1, 1), (7, -0.2, 2)]])
+    assert rows.logprob_token_ids.tolist() == [[5, 6, 7]] and rows.sampled_token_ranks.tolist() == [4]
+    assert rows.logprobs[0].tolist() == pytest.approx([-0.5, -0.1, -0.2])

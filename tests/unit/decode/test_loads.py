@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from unit.kits.watching import parsed
 from unit.protocol.kit import ADDRESSES, D_INCARNATION, MODEL, D
 from vllm_ascend_pd.decode.worker.core.loads import Loads
-from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
+from vllm_ascend_pd.decode.worker.role import DecodeWorker
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
 from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
+from vllm_ascend_pd.roles import EndedRequests
 
 BAD, GOOD = (TransferId(D_INCARNATION, number, f"uuid-{number}") for number in (1, 2))
 
@@ -48,3 +52,14 @@ def test_a_record_that_cannot_be_dropped_stops_nothing_else_of_the_step() -> Non
     assert not loads.take_reports(), "both had been reported"
     assert loads.record_count() == 1, "the record that could not be dropped"
     assert loads._machine.state(GOOD) is ReservationState.OVER
+
+
+def test_a_worker_names_the_blocks_of_loads_that_failed() -> None:
+    """vLLM computes them again, where it does so by block."""
+    failed = LoadEnd("bad", Failure("PD-XFER-001", ""), "p.1", blocks=(7, 9))
+    worker = DecodeWorker.__new__(DecodeWorker)
+    worker._ends = []
+    worker.runtime = SimpleNamespace(take_reports=lambda: [failed, LoadEnd("good", None, "p.2")])  # type: ignore[assignment]
+    assert worker.ended(()) == EndedRequests(
+        received=frozenset(("bad", "good")), failed=frozenset(("bad",)), invalid_blocks=frozenset((7, 9))
+    )

@@ -166,16 +166,23 @@ def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request
 # -- silence
 
 
-def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
+def test_a_decode_engine_that_never_listens_fails_the_push_at_once(caplog: pytest.LogCaptureFixture) -> None:
     p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
     with traced() as events, running(p, d):
+        good = d.bound("good", 9)
+        p.prefill(good)
+        assert d.received(good)[0].ok
         request = d.reserve("r", 30)
         unused = Endpoint("127.0.0.1", 1)
         request.reservation = msgspec.structs.replace(request.reservation, endpoints=(unused,))
         p.prefill(request)
         p.over(request)
-        closed = [facts for stage, facts in events if stage == "push_closed"]
-        assert closed[0]["ok"] is False and closed[0]["code"] == "PD-XFER-004"
+        until(lambda: len([1 for stage, _ in events if stage == "push_closed"]) == 2, "both ends")
+        closed = {facts["transfer"]: facts for stage, facts in events if stage == "push_closed"}
+        failed = closed[str(request.reservation.transfer)]
+        assert failed["ok"] is False and failed["code"] == "PD-XFER-004"
+        said = [record.getMessage() for record in caplog.records if "push of transfer" in record.getMessage()]
+        assert len(said) == 1 and said[0].startswith(f"push of transfer {failed['transfer']} failed: PD-XFER-004")
 
 
 def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> None:
@@ -557,8 +564,15 @@ def test_a_dead_writer_gathers_nothing() -> None:
 
 
 @pytest.mark.parametrize("sides", ["p", "d", "both"])
-def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(sides: str) -> None:
-    wire = SlowWire()
+def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(
+    sides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire, closed = SlowWire(), list[MemoryTransport]()
+
+    def close(transport: MemoryTransport) -> None:
+        closed.append(transport)
+
+    monkeypatch.setattr(MemoryTransport, "close", close)
     p, d = PrefillSite(PLANES, 2, make_transport=lambda: wire), DecodeSite(PLANES, 2)
     with running(p, d):
         p.begun(d, "r", 30, 20)
@@ -572,6 +586,7 @@ def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(sides: s
         if sides != "p":
             assert not any(name.startswith("pd-receive") for name in left), left
             assert all(is_free(endpoint.port, endpoint.host) for endpoint in d.endpoints)
+            assert {id(worker.runtime.target) for worker in d.workers} <= set(map(id, closed)), "nothing lands then"
 
 
 def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:

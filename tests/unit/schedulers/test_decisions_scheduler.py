@@ -539,10 +539,12 @@ def taking_first_tokens(url: str, vocabulary: int = 128, whys: tuple[str, str] =
     return made
 
 
-def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
+def posted(vocabulary: int, name: str = "r", **changes: Any) -> tuple[dict[str, Any], Reservation]:
     """Return D's post for a request with these sampling parameters."""
     with RecordingMetaserver(PREFILLED) as server, closing(taking_first_tokens(server.url, vocabulary)) as scheduler:
         asked = request(name, params=ticket(server.url))
+        for field, value in changes.items():
+            setattr(asked, field, value)
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
         scheduler.build_step()
@@ -564,8 +566,9 @@ def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(cap
 
 
 def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> None:
-    body, unsealed = posted(0)
-    assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and unsealed.seed is None
+    for vocabulary, changes in ((0, {}), (128, {"prompt_is_token_ids": [True]})):
+        body, unsealed = posted(vocabulary, **changes)
+        assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and unsealed.seed is None
     asks, unsealed = posted(128)
     assert set(asks) - set(body) == {"first_token"} and unsealed.seed is not None and unsealed.seed.logprobs is None
     assert asks["first_token"] == {
