@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -57,8 +58,8 @@ def test_a_record_that_cannot_be_dropped_stops_nothing_else_of_the_step() -> Non
 def test_a_worker_names_the_blocks_of_loads_that_failed() -> None:
     """vLLM computes them again, where it does so by block."""
     failed = LoadEnd("bad", Failure("PD-XFER-001", ""), "p.1", blocks=(7, 9))
-    worker = DecodeWorker.__new__(DecodeWorker)
-    worker._ends = []
+    anything: Any = SimpleNamespace(int8_scales={})
+    worker = DecodeWorker(anything, anything, anything, 0, 0)
     worker.runtime = SimpleNamespace(take_reports=lambda: [failed, LoadEnd("good", None, "p.2")])  # type: ignore[assignment]
     assert worker.ended(()) == EndedRequests(
         received=frozenset(("bad", "good")), failed=frozenset(("bad",)), invalid_blocks=frozenset((7, 9))
