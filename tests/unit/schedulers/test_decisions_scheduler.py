@@ -594,10 +594,15 @@ def answered(
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
     asked = request()
     asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
-    seed = FirstTokenRequest(digest or rules.digest(first_token.given(SamplingParams(max_tokens=9))))
+    digest = digest or rules.digest(first_token.given(SamplingParams(max_tokens=9)))
+    seed = FirstTokenRequest(digest, sampling.get("logprobs"))
     asked.kv_transfer_params = remote_decode(seal(reservation(asked, seed=seed), SECRETS))
     scheduler.allocated(asked)
     scheduler.build_step(output([("r", 0, 10 // chunks, [1, 2, 3])]))
+    if scheduler.first_tokens is not None:
+        rows = first_token.logprob_rows([[(7, -0.5, 1), (8, -1.0, 2)]])
+        step = SimpleNamespace(req_id_to_index={"r": 0}, sampled_token_ids=[[7]], logprobs=rows)
+        scheduler.first_tokens.before(step)
     asked.append_output_token_ids(list(sampled))
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED if sampled else RequestStatus.FINISHED_ABORTED
     _, answer = scheduler.request_finished(asked, True)
@@ -611,6 +616,11 @@ def test_prefill_sends_its_token_only_to_a_d_that_asks_for_it() -> None:
     first = unseal_first(base64.b64decode(answered()), SECRETS)
     assert (first.transfer, first.position, first.token) == (TransferId("d", 1, "u"), len(TOKENS), 7)
     assert pushed_by(first.push) == "i" * 16
+    assert not first.logprobs
+    with_them = unseal_first(base64.b64decode(answered(logprobs=1)), SECRETS)
+    assert with_them.logprobs == ((7, -0.5, 1), (8, -1.0, 1)), (
+        "D asked for them: the ranks of the likeliest are counted"
+    )
     assert answered(sends_first=False) == ""
     assert answered(digest="another") == ""
     assert answered(temperature=0.5) == "", "it sampled in another way"
