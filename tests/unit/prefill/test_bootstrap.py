@@ -106,6 +106,14 @@ def test_a_crowd_is_not_let_in(site: BootstrapPair) -> None:
         site.ask()
 
 
+def test_who_is_about_to_ask_when_it_closes_is_let_go(site: BootstrapPair) -> None:
+    with socket.create_connection(("127.0.0.1", site.port), 10) as caller:
+        until(lambda: site.p.reception.bootstrap.callers)  # type: ignore[union-attr]
+        site.p.close()
+        with suppress(ConnectionError):
+            assert caller.recv(1) == b""
+
+
 def test_a_port_that_is_taken_stops_the_start() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

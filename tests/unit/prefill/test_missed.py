@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from vllm_ascend_pd.prefill.worker.core.exchanges import Exchanges, Run
+from vllm_ascend_pd.prefill.worker.core.exchanges import MAX_CATCH_UPS, Exchanges, Run
 from vllm_ascend_pd.prefill.worker.core.push import Share, Unit
 from vllm_ascend_pd.protocol.identity import Endpoint
 
@@ -145,3 +146,17 @@ def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
     assert sorted(asked) == ["stalled", "well"]
     exchanges.forget(one)
     assert len(missed) == 1
+
+
+@pytest.mark.parametrize(("waits", "times"), [(True, 2), (False, 1)])
+def test_more_is_asked_for_than_has_room_where_an_exchange_can_wait(waits: bool, times: int) -> None:
+    staging: Any = SimpleNamespace(waits=waits, room={"d": 3}.__getitem__)
+    exchanges = Exchanges(cast("Any", None), LAYERS, staging, cast("Any", None))
+    asked: list[tuple[int, int]] = []
+
+    def wanted(room: Callable[[str], int], most: int) -> list[Unit]:
+        asked.append((room("d"), most))
+        return []
+
+    exchanges.missed = cast("Any", SimpleNamespace(wanted=wanted))
+    assert exchanges.wanted() == [] and asked == [(3 * times, MAX_CATCH_UPS)]
