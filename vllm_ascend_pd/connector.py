@@ -215,8 +215,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
             key: shake.facts for key, shake in metadata.items() if isinstance(shake, Handshake)
         }
         workers = {
-            (stage, stage_again[0] * facts.geometry.tp_size + tp if stage_again else tp): facts
-            for (stage, *stage_again, tp), facts in by_worker.items()
+            (stage, pcp[0] * facts.geometry.tp_size + tp if pcp else tp): facts
+            for (stage, *pcp, tp), facts in by_worker.items()
         }
         self.scheduler_role.attach_workers(workers)
         role = "prefill" if self._transfer.is_kv_producer else "decode"

@@ -62,13 +62,13 @@ def cache_digest(
         for at in range(0, len(ids), step):
             some = index[at : at + step]
             cells = view[ids[at : at + step]]
-            tokens_at = some[:, None] if region.opaque else split.tokens(part, some)
-            wanted = np.ones_like(tokens_at, dtype=bool)
+            atoms_at = some[:, None] if region.opaque else split.tokens(part, some)
+            wanted = np.ones_like(atoms_at, dtype=bool)
             if not region.opaque:
-                wanted = (tokens_at >= tokens.start) & (tokens_at < tokens.stop)
+                wanted = (atoms_at >= tokens.start) & (atoms_at < tokens.stop)
                 if peer is not None:
-                    wanted &= peer[0].holder(tokens_at) == peer[1]
-            total += _sum(cells, number, tokens_at, np.arange(heads.start, heads.stop), wanted)
+                    wanted &= peer[0].holder(atoms_at) == peer[1]
+            total += _sum(cells, number, atoms_at, np.arange(heads.start, heads.stop), wanted)
         totals.append(total & MASK)
     return tuple(totals)
 
@@ -93,8 +93,8 @@ def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes
                 at += length
                 if not region.opaque and token_outer(region, len(d_heads)):
                     cells = cells.swapaxes(0, 1)
-                tokens_at = np.arange(place, place + count)[None, :]
-                total += _sum(cells[None], number, tokens_at, heads, np.ones_like(tokens_at, dtype=bool))
+                atoms_at = np.arange(place, place + count)[None, :]
+                total += _sum(cells[None], number, atoms_at, heads, np.ones_like(atoms_at, dtype=bool))
             totals.append(total & MASK)
         sums[member] = tuple(totals)
     return sums
@@ -135,18 +135,18 @@ def _cells(flat: Bytes, region: Region, ids: npt.NDArray[np.int32], size: int, h
 def _sum(
     cells: Bytes,
     region: int,
-    tokens_at: npt.NDArray[np.int64],
+    atoms_at: npt.NDArray[np.int64],
     heads: npt.NDArray[np.int64],
     wanted: npt.NDArray[np.bool_],
 ) -> int:
-    """Return the sum over the wanted cells [block, head, atom, byte], whose tokens are `tokens_at` [block, atom]."""
+    """Return the sum over the wanted cells [block, head, atom, byte], which are at `atoms_at` [block, atom]."""
     length = cells.shape[-1]
     short = -length % 8
     if short:
         cells = np.concatenate((cells, np.zeros((*cells.shape[:-1], short), dtype=np.uint8)), axis=-1)
     words = np.ascontiguousarray(cells).view(np.uint64)
     hashed: Words = words @ _factors(words.shape[-1])
-    key = _mixed(tokens_at.astype(np.uint64) * np.uint64(2) + np.uint64(1))[:, None, :]
+    key = _mixed(atoms_at.astype(np.uint64) * np.uint64(2) + np.uint64(1))[:, None, :]
     key = _mixed(key + (heads.astype(np.uint64) << np.uint64(16))[None, :, None] + np.uint64(region + 1))
     atoms = _mixed(_mixed(hashed) ^ key)
     atoms *= wanted[:, None, :]

@@ -45,7 +45,7 @@ PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up sending 
 
 
 class AttemptFailed(LegFailed):
-    """An attempt of which the client saw nothing. `answer`: for the client, if it was the last, as it is if `final`."""
+    """An attempt of which the client saw nothing. `answer`: for the client after the last one; `final`: it was."""
 
     def __init__(self, failure: HttpFailure, answer: Answer, noted: Failure, final: bool = False) -> None:
         super().__init__(failure, noted)

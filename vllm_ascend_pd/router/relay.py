@@ -463,7 +463,7 @@ def has_last_event(piece: bytes) -> bool:
 
 
 def _whole_events(tail: bytearray, piece: bytes, most: int) -> bytes:
-    """Return the complete events. The `tail` may be the begin of one that must not go out."""
+    """Return the complete events. The `tail` may be the beginning of one that must not go out."""
     if not tail and piece.endswith(b"\n\n"):  # nearly always
         return piece
     begin = max(0, len(tail) - 1)  # there is no end before

@@ -290,14 +290,15 @@ class PostedPrefill:
             front.leg_over(leg, LegEnd.SERVED)  # without evidence: D's report will say if the KV came
             return _check_push(prefill, text, sent)
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
-        end, said = LegEnd.of(reply.status), Failure("PD-META-006", f"{prefill.name} {brief(reply.status, text)}")
+        end, said = LegEnd.of(reply.status), brief(reply.status, text)
+        noted = Failure("PD-META-006", f"{prefill.name} {said}")
         # Whatever else P answers, the leg has not brought the KV; it is evidence against P only if P failed.
         if end is LegEnd.REFUSED:
             leg.refused()
-            raise PrefillFailed(HttpFailure.REFUSED, said, why)
+            raise PrefillFailed(HttpFailure.REFUSED, noted, why)
         self._transfer.blamed = self._transfer.blamed or end is LegEnd.BROKE
-        front.leg_over(leg, LegEnd.BROKE, Evidence.BROKE if end is LegEnd.BROKE else None, said.detail)
-        raise PrefillFailed(HttpFailure.PREFILL, said, why)
+        front.leg_over(leg, LegEnd.BROKE, Evidence.BROKE if end is LegEnd.BROKE else None, said)
+        raise PrefillFailed(HttpFailure.PREFILL, noted, why)
 
 
 def _failure(failure: HttpFailure, why: str) -> PrefillFailed:

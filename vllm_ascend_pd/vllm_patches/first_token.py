@@ -228,8 +228,8 @@ def other_grammars() -> str:
 
 def chosen(request: Any) -> dict[str, Any]:
     """Return how a request's tokens are chosen: the parameters `given`, and the library that reads its grammar."""
-    given_back, shaped = given(request.sampling_params), request.structured_output_request
-    return given_back if shaped is None else {**given_back, GRAMMAR: type(shaped.grammar).__name__}
+    fields, shaped = given(request.sampling_params), request.structured_output_request
+    return fields if shaped is None else {**fields, GRAMMAR: type(shaped.grammar).__name__}
 
 
 def refusal(request: Any, why_no_grammar: str = "") -> str:
