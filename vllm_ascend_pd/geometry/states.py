@@ -96,16 +96,16 @@ class Recurrent(msgspec.Struct, frozen=True):
     def _rows(self, parts: Sequence[tuple[str, int, int]], dim: int) -> list[tuple[StateRegion, ...]]:
         """Return the regions of the convolution's state by part; a part has a name, heads, and values of a head."""
         size, dtype, begin = self.sizes[0], self.dtypes[0], 0
-        rows_of: list[tuple[StateRegion, ...]] = []
+        regions: list[tuple[StateRegion, ...]] = []
         rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0] - self.drafted
         for name, heads, values in parts:
             cell = values * size
             if self.dim_first:
-                rows_of.append((StateRegion(f"conv.{name}", 0, begin * rows * size, cell * rows, dtype),))
+                regions.append((StateRegion(f"conv.{name}", 0, begin * rows * size, cell * rows, dtype),))
             else:
                 at = [(row * dim + begin) * size for row in range(rows)]
-                rows_of.append(
+                regions.append(
                     tuple(StateRegion(f"conv.{name}.{i}", 0, offset, cell, dtype) for i, offset in enumerate(at))
                 )
             begin += heads * values
-        return rows_of
+        return regions

@@ -20,7 +20,7 @@ from vllm_ascend_pd.router.core import resume
 from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.bodies import Request
 from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper, Role
-from vllm_ascend_pd.router.core.ends import ShutDown, StreamBroke
+from vllm_ascend_pd.router.core.ends import ShutDown, StreamBroke, known_failure
 from vllm_ascend_pd.router.core.stored import Stored, home_of
 from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange
 from vllm_ascend_pd.router.faults import Answer, known
@@ -159,7 +159,7 @@ class Front(Shared):
 
     async def _refuse(self, exchange: HttpExchange, answer: Answer, why: str) -> None:
         if exchange.streaming:
-            await resuming.break_off(self, exchange, Failure.of(PdError("PD-META-025", why=why)))
+            await resuming.break_off(self, exchange, known_failure(PdError("PD-META-025", why=why)))
         else:
             await relay.refuse(exchange, answer)
 
@@ -179,7 +179,7 @@ class Front(Shared):
                 raise NotContinued(broke.final)
             came = kept.go_on() if exchange.streaming else True
         except NotContinued as why:
-            ended = Failure.of(PdError("PD-META-024", problem=broke.noted.detail, why=why))
+            ended = known_failure(PdError("PD-META-024", problem=broke.noted.detail, why=why))
             await resuming.break_off(self, exchange, ended, decode.name)
             return False
         # To be dropped speaks against no D, and one that has computed some tokens is as good as another.

@@ -14,12 +14,11 @@ from urllib.parse import unquote_to_bytes
 
 from msgspec import structs
 
-from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.aside import AT_ONCE
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
-from vllm_ascend_pd.router.core.ends import LegEnd, ShutDown
+from vllm_ascend_pd.router.core.ends import LegEnd, ShutDown, decode_failed
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.exchange import HttpExchange
 from vllm_ascend_pd.router.fleet import LegInFlight
@@ -149,7 +148,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                         return
             except UpstreamError as problem:
                 if front.is_late(leg, problem):
-                    front.journal.trouble(Failure("PD-META-007", problem.why), decode.name, exchange.request_id)
+                    front.journal.trouble(decode_failed(problem.why), decode.name, exchange.request_id)
                     await refuse(exchange, no_answer(problem))
                     return
                 front.leg_broke(leg, problem, exchange.request_id)
@@ -198,7 +197,7 @@ async def _relay(
             piece = await reply.read()
     except UpstreamError as problem:
         front.leg_broke(leg, problem)
-        front.stream_broke(exchange, decode.name, Failure("PD-META-007", problem.why))
+        front.stream_broke(exchange, decode.name, decode_failed(problem.why))
         return
     except ShutDown:
         front.leg_over(leg, LegEnd.CUT)
@@ -207,5 +206,5 @@ async def _relay(
     await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")
     if reply.status >= 500:
-        front.journal.trouble(Failure("PD-META-007", answered), decode.name, exchange.request_id)
+        front.journal.trouble(decode_failed(answered), decode.name, exchange.request_id)
     front.leg_over(leg, LegEnd.of(reply.status), seen, answered)

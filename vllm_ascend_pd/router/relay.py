@@ -28,7 +28,7 @@ from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.blocks import LAST_EVENTS, OPENINGS, TOKENS_EVENT
 from vllm_ascend_pd.router.core.decisions import Evidence
-from vllm_ascend_pd.router.core.ends import LegEnd, ShutDown, StreamBroke
+from vllm_ascend_pd.router.core.ends import LegEnd, ShutDown, StreamBroke, decode_failed, known_failure
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.core.resume import Cut, without_ids
 from vllm_ascend_pd.router.core.stored import home_of
@@ -69,7 +69,7 @@ _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _SAID_NOTHING = SaidByEngine()
 _CUTS = {
-    Cut.DROPPED: (LegEnd.DROPPED, resuming.DROPPED),
+    Cut.DROPPED: (LegEnd.DROPPED, resuming.LACKED_BLOCKS),
     Cut.ABORTED: (LegEnd.ENDED, resuming.broke_off("it is shutting down")),
 }
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*([0-9]{1,9})')
@@ -223,8 +223,8 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
             has_more = await shared.aside.run(kept.take_whole, first)
             resuming.count(shared, attempt.exchange, kept)
             if has_more:
-                raise StreamBroke(HttpFailure.DROPPED, resuming.DROPPED)
-        code = resuming.DROPPED.code
+                raise StreamBroke(HttpFailure.DROPPED, resuming.LACKED_BLOCKS)
+        code = resuming.LACKED_BLOCKS.code
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), Failure(code, "dropped for lack of blocks"))
     if cut_short is not None or _NOTHING.match(said):
         why = "it is shutting down" if cut_short is not None else "it said nothing, so it is shutting down or failed"
@@ -366,7 +366,7 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
         else fault(status, "The decode instance gave no reason.", "PD-META-007")
     )
     said = brief(status, body)
-    end, noted = LegEnd.of(status), Failure("PD-META-007", said)
+    end, noted = LegEnd.of(status), decode_failed(said)
     if end is LegEnd.REFUSED:
         attempt.leg.refused()
         return AttemptFailed(HttpFailure.REFUSED, passed, noted)
@@ -385,7 +385,7 @@ def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
     """Return the failure for a D that finds an error in the request for the rest of a stream, which no client wrote."""
     shared.leg_over(attempt.leg, LegEnd.REFUSED)
     answer = fault(502, f"The decode instance answered {status}.", "PD-META-007")
-    return AttemptFailed(HttpFailure.SERVER, answer, Failure("PD-META-007", f"answered {status}"))
+    return AttemptFailed(HttpFailure.SERVER, answer, decode_failed(f"answered {status}"))
 
 
 def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: bool = False) -> AttemptFailed:
@@ -394,7 +394,7 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: boo
         late = UpstreamError(
             problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
         )
-        return AttemptFailed(problem.failure, no_answer(late), Failure("PD-META-007", problem.why), final=True)
+        return AttemptFailed(problem.failure, no_answer(late), decode_failed(problem.why), final=True)
     if problem.failure is HttpFailure.TIMEOUT and attempt.posts:  # P has not answered, so D may only wait for it
         attempt.leg.end = LegEnd.NO_PREFILL
     elif begun and is_response and problem.failure is HttpFailure.BROKEN and not attempt.transfers:
@@ -403,7 +403,7 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: boo
         problem = UpstreamError(problem.failure, f"{problem.why}; without stream it may say why")
     else:
         shared.leg_broke(attempt.leg, problem)
-    return AttemptFailed(problem.failure, no_answer(problem), Failure("PD-META-007", problem.why))
+    return AttemptFailed(problem.failure, no_answer(problem), decode_failed(problem.why))
 
 
 def no_answer(problem: UpstreamError) -> Answer:
@@ -449,8 +449,8 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         await send({"type": "http.response.body", "body": bytes(tail), "more_body": True})
     if broke is not None:
         if broke != SHUTDOWN and exchange.unkept:
-            why = PdError("PD-META-024", problem=broke.detail, why=exchange.unkept)
-            broke = Failure(why.code if broke.code == "PD-META-007" else broke.code, why.sentence)
+            why = known_failure(PdError("PD-META-024", problem=broke.detail, why=exchange.unkept))
+            broke = why if broke.code == "PD-META-007" else Failure(broke.code, why.detail)
         shared.stream_broke(exchange, attempt.decode.name, broke)
         end_of_it = error_frame(broke, exchange.route, number)
         await send({"type": "http.response.body", "body": end_of_it, "more_body": True})

@@ -187,7 +187,7 @@ class PostedPrefill:
         METRICS.reservations.labels("cancelled" if noted.code == _OVER.code else "failed").inc()
         return {"event": "failed", "code": noted.code, "detail": why}
 
-    def _restart(self, why: PrefillFailed) -> None:
+    def _restart(self, cause: PrefillFailed) -> None:
         """Give up the attempt for a new one if another P is there; else D's own policy for failed loads decides.
 
         D may have the KV although P's answer broke. It reports at once then, so its report is awaited for a moment.
@@ -199,8 +199,8 @@ class PostedPrefill:
             return
         if exchange.request.asks_again:  # its tools may have acted
             return
-        refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
-        failed = AttemptFailed(HttpFailure.PREFILL, refusal, why.noted)
+        refusal = fault(503, f"Prefill failed: {cause}.", "PD-META-006", retry_after_s=2)
+        failed = AttemptFailed(HttpFailure.PREFILL, refusal, cause.noted)
         if attempt.watch is None:
             attempt.watch = asyncio.create_task(self._give_up(failed), name=f"restart of {attempt.ticket}")
 
@@ -262,7 +262,7 @@ class PostedPrefill:
         prefill = fleet.choose_prefill(decode, cost, self._fits(), exchange.request.marks, exchange.bad_prefills)
         if prefill is None:
             other = f" that fits {self._posted.fingerprint}" if fleet.usable(Role.PREFILL) else ""
-            raise _failure(HttpFailure.REFUSED, f"no prefill instance{other} is available")
+            raise _failed_prefill(HttpFailure.REFUSED, f"no prefill instance{other} is available")
         decode.loads.tried(prefill.name, time.monotonic(), random.random())
         return prefill
 
@@ -284,7 +284,7 @@ class PostedPrefill:
         except UpstreamError as problem:
             front.leg_broke(leg, problem)
             self._transfer.blamed = True
-            raise _failure(problem.failure, f"{prefill.name}: {problem.why}") from problem
+            raise _failed_prefill(problem.failure, f"{prefill.name}: {problem.why}") from problem
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
             front.leg_over(leg, LegEnd.SERVED)  # without evidence: D's report will say if the KV came
@@ -301,7 +301,7 @@ class PostedPrefill:
         raise PrefillFailed(HttpFailure.PREFILL, noted, why)
 
 
-def _failure(failure: HttpFailure, why: str) -> PrefillFailed:
+def _failed_prefill(failure: HttpFailure, why: str) -> PrefillFailed:
     return PrefillFailed(failure, Failure("PD-META-006", why))
 
 
@@ -340,11 +340,13 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     shuts down): its answer says so.
     """
     if aborted(text):
-        raise _failure(HttpFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
+        raise _failed_prefill(HttpFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
     try:
         _, push = read_answer(text)
     except bodies.UNREADABLE as problem:
-        raise _failure(HttpFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
+        raise _failed_prefill(
+            HttpFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})"
+        ) from problem
     if push is None:
         return ""
     prefill.history = prefill.history.reported(push.prefill, asked, push.fingerprint, push.sends_first)

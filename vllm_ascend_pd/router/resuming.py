@@ -18,7 +18,7 @@ from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.blocks import TOKENS_EVENT, BlockStream
 from vllm_ascend_pd.router.core.bodies import MESSAGES, RESPONSES
 from vllm_ascend_pd.router.core.decisions import Evidence
-from vllm_ascend_pd.router.core.ends import LegEnd, StreamBroke
+from vllm_ascend_pd.router.core.ends import LegEnd, StreamBroke, decode_failed, known_failure
 from vllm_ascend_pd.router.core.resume import Cut, StreamState
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange
 from vllm_ascend_pd.router.faults import error_frame
@@ -28,17 +28,17 @@ from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
-DROPPED = Failure.of(PdError("PD-META-022"))
+LACKED_BLOCKS = known_failure(PdError("PD-META-022"))
 _EVENT_BYTES = 16 << 20  # the first event has the ids of the prompt
 
 
 def differs(why: str) -> StreamBroke:
     """Return the end of a stream with which another D does not go on as the first one began."""
-    return StreamBroke(HttpFailure.DIFFERS, Failure("PD-META-007", "The decode instance broke off."), why)
+    return StreamBroke(HttpFailure.BROKEN, decode_failed("The decode instance broke off."), why)
 
 
 def broke_off(why: str) -> Failure:
-    return Failure("PD-META-007", f"The decode instance broke off: {why}.")
+    return decode_failed(f"The decode instance broke off: {why}.")
 
 
 def keep(shared: Shared, exchange: HttpExchange) -> None:
@@ -94,7 +94,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
         return
     if kept.cut is Cut.DROPPED:
         shared.leg_over(attempt.leg, LegEnd.DROPPED)
-        raise StreamBroke(HttpFailure.DROPPED, DROPPED)
+        raise StreamBroke(HttpFailure.DROPPED, LACKED_BLOCKS)
     said = kept.cut.value if kept.cut is not None else "its answer has no end"
     if kept.cut is Cut.ABORTED:  # it shuts down, which is no evidence against it
         shared.leg_over(attempt.leg, LegEnd.ENDED)

@@ -14,7 +14,7 @@ from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.aside import Aside
 from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
-from vllm_ascend_pd.router.core.ends import LegEnd
+from vllm_ascend_pd.router.core.ends import LegEnd, decode_failed, known_failure
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal, RoutedTransfer
 from vllm_ascend_pd.router.fleet import Fleet, LegInFlight
 from vllm_ascend_pd.router.metrics import METRICS
@@ -25,7 +25,7 @@ from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN = Failure.of(PdError("PD-META-010"))
+SHUTDOWN = known_failure(PdError("PD-META-010"))
 
 
 class Shared:
@@ -68,7 +68,7 @@ class Shared:
         leg.end = LegEnd.BROKE
         self.fleet.failed(leg.instance, problem.failure, problem.why)
         if request:
-            self.journal.trouble(Failure("PD-META-007", problem.why), leg.instance.name, request)
+            self.journal.trouble(decode_failed(problem.why), leg.instance.name, request)
 
     def accuse(self, attempt: Attempt, why: str) -> None:
         """Count D's failure against it, unless its load failed: with policy "fail" it must answer so.

@@ -60,10 +60,10 @@ def test_it_holds_no_more_than_it_may_and_forgets_ends_before_beginnings(
     for kind, length in asked:
         of = marks(bytes([kind]) * (NEAR * length))
         prompts.add(of)
-        held = [mark.digest in prompts.marks for mark in of]
+        held = [mark.digest in prompts.entries for mark in of]
         assert held == sorted(held, reverse=True), "a beginning went before its end"
         assert prompts.has(of) == (of[sum(held) - 1].tokens if any(held) else 0)
-        assert prompts.tokens == sum(mark.added for mark in prompts.marks.values()) <= most
+        assert prompts.tokens == sum(mark.added for mark in prompts.entries.values()) <= most
 
 
 def test_prompts_of_few_tokens_do_not_pile_up() -> None:
@@ -72,7 +72,7 @@ def test_prompts_of_few_tokens_do_not_pile_up() -> None:
     for turn in range(100):
         of = marks_of((), b"[%d," % turn + b" " * FINE + b"1]", 2)
         prompts.add(of)
-    assert len(prompts.marks) <= 4000 // LEAST and prompts.tokens <= 4000
+    assert len(prompts.entries) <= 4000 // LEAST and prompts.tokens <= 4000
     assert prompts.has(of) == of[-1].tokens, "the last one is there"
 
 

@@ -567,10 +567,11 @@ def test_a_dead_writer_gathers_nothing() -> None:
 def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(
     sides: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire, closed = SlowWire(), list[MemoryTransport]()
+    wire, closed, shut = SlowWire(), list[MemoryTransport](), MemoryTransport.close
 
     def close(transport: MemoryTransport) -> None:
         closed.append(transport)
+        shut(transport)
 
     monkeypatch.setattr(MemoryTransport, "close", close)
     p, d = PrefillSite(PLANES, 2, make_transport=lambda: wire), DecodeSite(PLANES, 2)

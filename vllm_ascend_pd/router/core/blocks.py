@@ -66,13 +66,13 @@ class EventRow:
         self.size = 0
 
     def take(self, said: dict[str, Any]) -> None:
-        piece = _piece(said)
-        if piece is None:
+        where = _piece(said)
+        if where is None:
             part = msgspec.json.encode(_kept_of(said))
             self.parts.append(part)
             self.size += _OVERHEAD + len(part)
             return
-        key, place, name = piece
+        key, place, name = where
         if piece := place[name].encode():
             last = self.parts[-1] if self.parts else None
             if isinstance(last, _Text) and last.key == key:
@@ -108,18 +108,18 @@ class FollowedRow:
         return new
 
     def _is_beyond(self, said: dict[str, Any]) -> bool:
-        piece = _piece(said)
-        key, place, name = piece or (None, said, "")
-        if piece is not None and not place[name]:
+        where = _piece(said)
+        key, place, name = where or (None, said, "")
+        if where is not None and not place[name]:
             return False
         part = self._part(key)
         if part is None:
             return True
-        if isinstance(part, bytes) and piece is None:
+        if isinstance(part, bytes) and where is None:
             self._alike(msgspec.json.decode(part), _kept_of(said), "")
             self._at += 1
             return False
-        if isinstance(part, bytes) or piece is None:
+        if isinstance(part, bytes) or where is None:
             raise NotContinued(f"the other D's {said.get('type')} comes in another place")
         piece, had = place[name].encode(), part.said[self._in_text :]
         common = min(len(piece), len(had))

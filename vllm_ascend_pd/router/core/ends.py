@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends of a leg, that is of one request at an engine: how it is counted, and what is raised if it brought too little.
 
-Each error has its HTTP failure, which decides about repetitions, and what is noted of it: its code, and a sentence for
-the status page without an engine's own text, which may quote a prompt.
+Each error has its HTTP failure, which decides about repetitions, and what is noted of it: its code, and a sentence that
+quotes no answer of an engine, which may have a prompt in it.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.shared.core.failures import DECLINED, HttpFailure
 
@@ -37,6 +38,15 @@ class LegFailed(Exception):
         super().__init__(why or noted.detail)
         self.failure = failure
         self.noted = noted
+
+
+def decode_failed(why: str) -> Failure:
+    return Failure("PD-META-007", why)
+
+
+def known_failure(error: PdError) -> Failure:
+    """Return what is noted of an error of the catalogue, whole: it goes on no wire."""
+    return Failure(error.code, error.sentence)
 
 
 class PrefillFailed(LegFailed):

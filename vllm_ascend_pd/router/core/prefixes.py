@@ -72,7 +72,7 @@ class Prompts:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self.marks: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
+        self.entries: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
         self.tokens = 0
         self.reported = False
         self._stored = 0  # tokens that came into the cache since the first KV event
@@ -80,14 +80,14 @@ class Prompts:
 
     def has(self, marks: Marks) -> int:
         """Return how many of a prompt's first tokens are there. Its marks that are there are the first: see `add`."""
-        if not self.marks or not marks or marks[0].digest not in self.marks:
+        if not self.entries or not marks or marks[0].digest not in self.entries:
             return 0
-        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self.marks)
+        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self.entries)
         return marks[there - 1].tokens
 
     def upto(self, digest: bytes) -> int:
         """Return how many tokens there are up to this mark; 0 if it is not there."""
-        entry = self.marks.get(digest)
+        entry = self.entries.get(digest)
         return entry.upto if entry is not None else 0
 
     def add(self, marks: Marks) -> None:
@@ -95,16 +95,16 @@ class Prompts:
         born = self._stored + (marks[-1].tokens - self.has(marks) if marks else 0)
         for place in range(len(marks) - 1, -1, -1):
             digest, upto = marks[place]
-            known = self.marks.get(digest)
+            known = self.entries.get(digest)
             more = upto - (marks[place - 1].tokens if place else 0)
             added = known.added if known is not None else max(LEAST, more)
             self.tokens += added if known is None else 0
-            self.marks[digest] = _Held(added, upto, born)
-            self.marks.move_to_end(digest)
+            self.entries[digest] = _Held(added, upto, born)
+            self.entries.move_to_end(digest)
         # Twice what the engine reports, because lengths are estimates.
         max_tokens = max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
         while self.tokens > max_tokens:
-            self._drop(next(iter(self.marks)))
+            self._drop(next(iter(self.entries)))
 
     def update(self, came: int, there: int, *, lost: bool) -> None:
         """Take in the engine's KV events.
@@ -114,18 +114,18 @@ class Prompts:
         self.reported = True
         self._stored += came
         self._there = there
-        while lost and self.marks:
+        while lost and self.entries:
             # The cache drops the least recently used: a mark is there if it fits beside all that came after it.
-            digest = next(iter(self.marks))
-            entry = self.marks[digest]
+            digest = next(iter(self.entries))
+            entry = self.entries[digest]
             newer = entry.upto + max(0, self._stored - entry.born)
             if max(newer, self.tokens) <= self._there:
                 return
             self._drop(digest)
 
     def forget(self) -> None:
-        self.marks.clear()
+        self.entries.clear()
         self.tokens = 0
 
     def _drop(self, digest: bytes) -> None:
-        self.tokens -= self.marks.pop(digest).added
+        self.tokens -= self.entries.pop(digest).added

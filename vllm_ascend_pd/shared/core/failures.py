@@ -20,7 +20,6 @@ class HttpFailure(Enum):
     EMPTY = "empty"  # 200 without a byte of body
     DROPPED = "dropped"  # D ended it halfway for lack of blocks, and asks for it to be sent again
     ENDED = "ended"  # D ended a stream by itself, as it shuts down
-    DIFFERS = "differs"  # what D goes on with is not what began
     OURS = "ours"  # this process lacked files, ports or memory: no engine is to blame
 
 

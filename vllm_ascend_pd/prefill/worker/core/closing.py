@@ -10,7 +10,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 
 
 class PushClosings:
-    """Pushes whose end is not reported yet, and what of it is. `records`: all pushes by name, until both are done."""
+    """Pushes whose end is still to be reported. `records`: all by name; one leaves once it has closed and retired."""
 
     def __init__(self, records: dict[str, Push]) -> None:
         self._records = records
@@ -24,7 +24,7 @@ class PushClosings:
         if request_ended:
             self._ended.add(push.request_id)
 
-    def closed(self, push: Push, failure: Failure | None) -> None:
+    def close(self, push: Push, failure: Failure | None) -> None:
         self._forget_if_done(push)
         if failure is not None:
             self._failures.append((str(push.transfer), failure))

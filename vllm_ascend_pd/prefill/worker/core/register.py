@@ -132,7 +132,7 @@ class PushRegister:
         push.sealing = False
         push.plans.clear()
         self.let_go(push)
-        self.closings.closed(push, closed.failure)
+        self.closings.close(push, closed.failure)
         why = closed.failure or Failure("")
         facts = {"transfer": str(push.transfer), "ok": closed.ok, "code": why.code, "detail": why.detail}
         self.effects.append(act.Note("push_closed", facts))
