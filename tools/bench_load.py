@@ -16,7 +16,8 @@ tokens of prompts that engines computed, for each that was in no earlier prompt 
 that P wrote for each of KV that D lacked.
 
 With --push nothing of this runs, but streams on a pair's D while prompts are pushed into it: the gaps between their
-tokens as ratios to those without a push.
+tokens as ratios to those without a push. With --overload it is a pair under multiples of what it can do: how those
+requests fare that it accepts, and that all others are refused.
 
 A run that was ended goes on where it was if it is started with the same flags (--out).
 """
@@ -34,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.bench_load_parts import client, figures, plot, pushed
+from tools.bench_load_parts import client, figures, overload, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
@@ -55,6 +56,8 @@ def main() -> int:
     args = _parsed()
     if args.push:
         return pushed.run(args)
+    if args.overload:
+        return overload.run(args)
     trace = read(args.trace.read_text()) if args.trace else []
     try:
         kept = KeptPoints(args.out, {name: str(getattr(args, name)) for name in SETTINGS})
@@ -131,6 +134,20 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
     parser.add_argument("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
     parser.add_argument(
+        "--overload",
+        type=float,
+        nargs="*",
+        default=[],
+        metavar="TIMES",
+        help="so many times the requests that the pair can do",
+    )
+    parser.add_argument(
+        "--admit", type=int, default=4, help="with --overload: requests under way, --max-running (default: 4)"
+    )
+    parser.add_argument(
+        "--waiting", type=int, default=0, help="with --overload: requests that wait, --max-waiting (default: 0)"
+    )
+    parser.add_argument(
         "--point-limit", type=float, default=600.0, help="seconds after which a point is given up (default: 600)"
     )
     parser.add_argument(
@@ -145,7 +162,20 @@ def _parsed() -> argparse.Namespace:
     if longest > MODEL_LEN:
         parser.error(f"{longest} tokens do not fit into the model's {MODEL_LEN}")
     numbers = (*args.rates, *args.clients, *args.chats, *args.speeds, args.trace_lengths, args.seconds, args.repeats)
-    if min(*numbers, *args.push, *args.streams, args.prompt, args.answer, args.turn, args.pushed) <= 0:
+    if (
+        min(
+            *numbers,
+            *args.push,
+            *args.overload,
+            *args.streams,
+            args.admit,
+            args.prompt,
+            args.answer,
+            args.turn,
+            args.pushed,
+        )
+        <= 0
+    ):
         parser.error("numbers are above 0")
     return args
 

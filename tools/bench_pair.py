@@ -44,6 +44,8 @@ from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec, MetaserverSpec
 from vllm_ascend_pd.viewer.timeline import REPORTED, RESERVED, Trace
 
+ASKED_D, ASKED_P = "metaserver decode", "metaserver prefill"
+P_SAID, D_SAID = "metaserver prefilled", "metaserver first_byte"
 MODEL = "base16"
 KV_BYTES_PER_TOKEN = 32 << 10
 NAMES = {"a": "(a) one engine", "b": "(b) in-tree Mooncake", "n": "(n) in-tree NIXL", "c": "(c) this package"}
@@ -176,7 +178,9 @@ def start_ours(
         pair_spec(model, p_tp, common, f"ours{mark}-p", "kv_producer", extra=config, **ways),
         pair_spec(model, p_tp, common, f"ours{mark}-d", "kv_consumer", extra=d_side, **ways),
     )
-    front = cluster.metaserver([prefill], [decode], port, MetaserverSpec(STRICT, **ways))
+    front = cluster.metaserver(
+        [prefill], [decode], port, MetaserverSpec((*STRICT, "--trace-dir", str(cluster.traces)), **ways)
+    )
     return PairSystem(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
 
 
@@ -272,23 +276,30 @@ def by_start(samples: list[TimeSample], cases: Sequence[PairPrompts]) -> list[st
 
 
 def profile(samples: list[TimeSample], cases: Sequence[PairPrompts], trace: Trace) -> list[str]:
-    """Return the medians of (c)'s spans of time, in ms, from the traces, and of two shares."""
+    """Return the medians of (c)'s spans of time, in ms, from the traces, and of two shares.
+
+    The first layer's span has P's scheduling and that layer; P's answer comes behind the rest of its step.
+    """
     figures: dict[PairPrompts, dict[str, list[float]]] = {case: {} for case in cases}
     for sample in (s for s in samples if s.system == "c"):
         transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)
         if not transfers:
             continue
         way = trace.timeline_of(transfers[-1])
-        if not way.writes or not way.computed or REPORTED not in way.moments:
+        if not way.writes or not way.computed or not {REPORTED, ASKED_D, ASKED_P, P_SAID, D_SAID} <= way.moments.keys():
             continue
-        hooks = list(way.computed.values())
+        hooks, at = list(way.computed.values()), way.moments
         marks = {
-            "client → D reserves": (sample.sent, way.moments[RESERVED]),
-            "D reserves → P's first layer": (way.moments[RESERVED], min(hooks)),
-            "P's first → last layer": (min(hooks), max(hooks)),
+            "client → metaserver asks D": (sample.sent, at[ASKED_D]),
+            "→ D reserves": (at[ASKED_D], at[RESERVED]),
+            "→ metaserver asks P": (at[RESERVED], at[ASKED_P]),
+            "→ P's first layer": (at[ASKED_P], min(hooks)),
+            "→ P's last layer": (min(hooks), max(hooks)),
             "last layer → last byte on D": (max(hooks), max(w.landed for w in way.writes)),
-            "last byte → D reports": (max(w.landed for w in way.writes), way.moments[REPORTED]),
-            "D reports → first token": (way.moments[REPORTED], sample.sent + sample.ttft),
+            "→ D reports": (max(w.landed for w in way.writes), at[REPORTED]),
+            "last layer → metaserver has P's answer": (max(hooks), at[P_SAID]),
+            "both → metaserver has D's first token": (max(at[REPORTED], at[P_SAID]), at[D_SAID]),
+            "→ client": (at[D_SAID], sample.sent + sample.ttft),
             "hidden share, %": (0.0, way.hidden() / 10),
             "bytes written / bytes that D had not": (
                 0.0,

@@ -72,8 +72,13 @@ def cores() -> tuple[list[int], list[int]]:
 
 
 @contextmanager
-def started(cluster: Cluster, wanted: str, shape: dict[str, Any]) -> Iterator[dict[str, LoadedSystem]]:
-    """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had."""
+def started(
+    cluster: Cluster, wanted: str, shape: dict[str, Any], limits: tuple[str, ...] = ()
+) -> Iterator[dict[str, LoadedSystem]]:
+    """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had.
+
+    `limits`: flags of the router of this package's pair.
+    """
     model, (engine_cores, rest) = ensure(MODEL), cores()
     os.sched_setaffinity(0, rest)  # what is started from here on, except for the engines
     apart = "other cores" if set(rest).isdisjoint(engine_cores) else "the same cores"
@@ -94,7 +99,7 @@ def started(cluster: Cluster, wanted: str, shape: dict[str, Any]) -> Iterator[di
             if letter == "a":
                 systems["a"] = _colocated(cluster, spec)
             elif letter == "b":
-                systems["b"] = _ours(cluster, of_pair)
+                systems["b"] = _ours(cluster, of_pair, limits)
             else:
                 systems[letter] = _in_tree(cluster, of_pair, letter, ends)
             for engine in systems[letter].engines if systems[letter].paused else ():
@@ -108,13 +113,13 @@ def _colocated(cluster: Cluster, spec: Any) -> LoadedSystem:
     return LoadedSystem(front.url, engines)
 
 
-def _ours(cluster: Cluster, of_pair: Any) -> LoadedSystem:
+def _ours(cluster: Cluster, of_pair: Any, limits: tuple[str, ...]) -> LoadedSystem:
     port = cluster.port()
     config = cluster.push_config(verify="off")
     del config["trace_dir"]
     d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
     p, d = cluster.start(of_pair("ours-p", "kv_producer", extra=config), of_pair("ours-d", "kv_consumer", extra=d_side))
-    front = cluster.metaserver([p], [d], port, MetaserverSpec(STRICT))
+    front = cluster.metaserver([p], [d], port, MetaserverSpec((*STRICT, *limits)))
     return LoadedSystem(front.url, [p], [d])
 
 

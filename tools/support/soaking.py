@@ -3,20 +3,25 @@
 
 The load is a function of a seed: fresh prompts of mixed lengths, common prefixes with fresh tails, repetitions; some
 clients disconnect. Ten times in a run the load pauses, and what each server holds is recorded (`ResourceSample`).
+Engines may be killed beside the load. What a run has found so far is kept at each pause, so that one that was ended
+goes on there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import httpx
+import numpy as np
 import psutil
 
 from tools.support.checks import fresh_salt, settled_free_blocks
@@ -34,6 +39,7 @@ BACK_S = 1.0  # wait after a 503
 MAX_503 = 120
 WORKER = "VLLM::Worker"  # vLLM's title of its worker processes
 OPEN = "vllm:ascend_pd_reservations_open"
+COLD = 2  # samples of each process that no slope is made of
 
 
 class SoakedServer(Protocol):
@@ -145,7 +151,11 @@ def _sockets(pid: int) -> int:
 
 @dataclass
 class Soak:
-    """One run. `servers` are sampled; `half_way` is called once in the middle, beside the load."""
+    """One run. `servers` are sampled.
+
+    Beside the load `half_way` is called once, in the middle, and `kill` again and again, with the number of prompts so
+    far: it returns once what it has killed is back. `kept`: file of what a run has found so far.
+    """
 
     front_url: str
     reference: EngineProcess
@@ -154,6 +164,8 @@ class Soak:
     say: Callable[[str], None]
     salted: bool  # the reference is a member of the pair, so it is asked with cache salts
     half_way: Callable[[], None] | None = None
+    kill: Callable[[int], None] | None = None
+    kept: Path | None = None
     at_once: int = 16
     longest: int = 1200
     rests: int = 10
@@ -166,11 +178,14 @@ class Soak:
     _shown: float = 0.0
 
     def run(self, prompts: int) -> None:
-        begun = time.monotonic()
-        asyncio.run(self._run(prompts, begun))
+        done, before = self._read_kept(), self.seconds
+        begun = time.monotonic() - before
+        asyncio.run(self._run(prompts, done, begun))
         self.seconds = time.monotonic() - begun
+        if self.kept is not None:
+            self.kept.unlink(missing_ok=True)
 
-    async def _run(self, prompts: int, begun: float) -> None:
+    async def _run(self, prompts: int, done: int, begun: float) -> None:
         mix = Mix(self.seed, self.longest)
         part = max(1, prompts // self.rests)
         restarting: asyncio.Future[None] | None = None
@@ -179,14 +194,52 @@ class Soak:
         async with httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False
         ) as client:
-            await asyncio.to_thread(self._rest, 0)
-            for first in range(0, prompts, part):
+            await asyncio.to_thread(self._rest, done)
+            for first in range(done, prompts, part):
                 if self.half_way is not None and restarting is None and first >= prompts // 2:
                     restarting = asyncio.get_running_loop().run_in_executor(None, self.half_way)
-                await self._part(client, [mix[i] for i in range(first, min(first + part, prompts))], prompts, begun)
+                over = threading.Event()
+                killing = asyncio.create_task(asyncio.to_thread(self._kills, over))
+                try:
+                    await self._part(client, [mix[i] for i in range(first, min(first + part, prompts))], prompts, begun)
+                finally:
+                    over.set()
+                    await killing
                 if restarting is not None:
                     await restarting
                 await asyncio.to_thread(self._rest, min(first + part, prompts))
+                self._keep(min(first + part, prompts), time.monotonic() - begun)
+
+    def _kills(self, over: threading.Event) -> None:
+        """Kill one engine after another, each when the one before is back, until the part is over."""
+        while self.kill is not None and not over.is_set():
+            self.kill(sum(self.ended.values()))
+
+    def _keep(self, done: int, seconds: float) -> None:
+        """Write down what a run with the same flags needs to go on from here."""
+        if self.kept is None:
+            return
+        said = {"done": done, "seconds": seconds, "came_back": self.came_back, "ended": self.ended}
+        said |= {"errors": self.errors, "samples": [asdict(one) for one in self.samples]}
+        said |= {"answers": self.tally.answers, "tokens": self.tally.tokens, "excused": self.tally.excused}
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        new = self.kept.with_suffix(".new")
+        new.write_text(json.dumps(said))
+        new.replace(self.kept)
+
+    def _read_kept(self) -> int:
+        """Take in what is kept of a run that was ended. Return how many prompts it had done."""
+        if self.kept is None or not self.kept.exists():
+            return 0
+        said = json.loads(self.kept.read_text())
+        self.seconds, self.came_back, self.errors = said["seconds"], said["came_back"], said["errors"]
+        self.ended = Counter(said["ended"])
+        self.samples = [ResourceSample(**one) for one in said["samples"]]
+        self.tally.answers, self.tally.tokens, self.tally.excused = said["answers"], said["tokens"], said["excused"]
+        self.say(
+            f"a run that was ended goes on behind its prompt {said['done']} ({self.kept}; remove it to begin anew)"
+        )
+        return int(said["done"])
 
     async def _part(self, client: httpx.AsyncClient, asks: Sequence[Ask], prompts: int, begun: float) -> None:
         waiting = iter(asks)
@@ -285,6 +338,28 @@ class Soak:
                     findings.append(f"{name}: MiB of its workers {[round(s.workers_mib) for s in samples]}")
         return findings
 
+    def slopes(self) -> list[str]:
+        """Return how much memory each server's processes gain with the prompts, and the error of that.
+
+        By least squares over the samples of all its lives, each with a level of its own, without the first ones.
+        """
+        lines = []
+        for name in dict.fromkeys(one.server for one in self.samples):
+            lives = [
+                [one for one in self.samples if (one.server, one.pid) == (name, pid)][COLD:]
+                for pid in dict.fromkeys(one.pid for one in self.samples if one.server == name)
+            ]
+            for what, values in (
+                ("front end and scheduler", [[one.host_mib for one in life] for life in lives]),
+                ("each worker", [[one.workers_mib / one.workers for one in life if one.workers] for life in lives]),
+            ):
+                fitted = slope([[one.done / 1000 for one in life] for life in lives], values)
+                if any(values):
+                    said = "too few samples" if fitted is None else f"{fitted[0]:+.2f} ± {fitted[1]:.2f} MiB"
+                    count = sum(map(len, values))
+                    lines.append(f"{name}, {what}: {said} in 1,000 prompts ({count} samples of {len(lives)} processes)")
+        return lines
+
     def report(self) -> list[str]:
         """Return Markdown: the samples, then the results of the prompts."""
         lines = [
@@ -304,3 +379,18 @@ class Soak:
             f"{sum(self.ended.values())} prompts in {self.seconds:.0f} s: {ended}; {self.tally.summary()}; 503 said {self.came_back} times",
         ]
         return lines
+
+
+def slope(lives: Sequence[Sequence[float]], values: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the slope of values over moments that all lives have in common, and its standard error.
+
+    None: there are too few for an error.
+    """
+    used = [(np.array(x), np.array(y)) for x, y in zip(lives, values, strict=True) if len(y) > 1]
+    free = sum(len(y) for _, y in used) - len(used) - 1
+    if free < 1:
+        return None
+    x = np.concatenate([one - one.mean() for one, _ in used])
+    y = np.concatenate([one - one.mean() for _, one in used])
+    gain = float(x @ y / (x @ x))
+    return gain, float(np.sqrt(np.sum((y - gain * x) ** 2) / free / (x @ x)))

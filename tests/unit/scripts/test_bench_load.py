@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -10,14 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from tools import bench_load
-from tools.bench_load_parts import client, figures, loads, plot, pushed
+from tools.bench_load_parts import client, figures, loads, overload, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
+from tools.bench_load_parts.overload import AT_LIMIT, Phase
 from tools.bench_load_parts.pushed import PushedTurn
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 
@@ -221,3 +224,50 @@ def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
         "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
     ]
     assert [list(pushed.rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
+
+
+# -- overload
+
+
+def _event(*ids: int) -> str:
+    return f'data: {{"choices": [{{"token_ids": {list(ids)}}}]}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "answered", "refused", "lost"),
+    [
+        (httpx.Response(200, text=_event(5) + _event(6) + "data: [DONE]\n\n"), 1, 0, ""),
+        (httpx.Response(429, headers={"retry-after": "2"}, text='{"error": {"code": "PD-META-009"}}'), 0, 1, ""),
+        (httpx.Response(429, text='{"error": {"code": "PD-META-009"}}'), 0, 0, "without Retry-After"),
+        (httpx.Response(429, headers={"retry-after": "2"}, text="of an engine"), 0, 0, "of an engine"),
+        (httpx.Response(503, text="no engine"), 0, 0, "no engine"),
+        (httpx.Response(200, text=_event(5) + "data: [DONE]\n\n"), 0, 0, "1 of 2 tokens"),
+    ],
+)
+def test_only_a_refusal_that_says_when_to_come_back_is_no_loss(
+    answer: httpx.Response, answered: int, refused: int, lost: str
+) -> None:
+    phase = Phase(2.0)
+
+    async def run() -> None:
+        hooks = {"response": [overload.has_retry_after]}
+        transport = httpx.MockTransport(lambda _: answer)
+        async with httpx.AsyncClient(transport=transport, event_hooks=hooks) as asking:
+            await overload.ask(asking, "http://front/v1/completions", {"max_tokens": 2}, phase)
+
+    asyncio.run(run())
+    assert (len(phase.ttft), len(phase.tpot), phase.refused) == (answered, answered, refused)
+    assert [lost in why for why in phase.lost] == [True] * bool(lost)
+
+
+def test_times_under_overload_are_ratios_to_those_at_the_limit_of_the_same_turn() -> None:
+    def turn(speed: float) -> dict[float, Phase]:
+        return {
+            AT_LIMIT: Phase(AT_LIMIT, 10.0, [speed] * 20, [speed / 10] * 20),
+            10.0: Phase(10.0, 10.0, [1.5 * speed] * 20, [1.2 * speed / 10] * 20, refused=180, p_used=0.4),
+        }
+
+    rows = overload.table([turn(1.0), turn(3.0)])
+    assert rows[2].startswith("| at the limit | 40 | 2.00 (2.00–2.00) | 0 | 0 | 2.00, 2.00 | 200, 200 |  |  |")
+    ratios = "1.50 (1.50–1.50), 1.50 (1.50–1.50) | 1.20 (1.20–1.20), 1.20 (1.20–1.20) | 40%"
+    assert rows[3] == f"| 10 times | 400 | 2.00 (2.00–2.00) | 360 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair under more requests than it can do: what it accepts beside what it accepted at its limit, and what is refused.
+
+In a turn each phase has its time: as many clients as the router lets in, each with one request after another, which is
+what the pair can do; then Poisson arrivals at multiples of that. A refused request does not come again. Ratios are
+within a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tools.bench_load_parts.systems import MODEL, LoadedSystem, started
+from tools.support.checks import settled_free_blocks
+from tools.support.client import TIMEOUT, RequestFailed, body_of, prompt, stream
+from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.models import RECIPES
+
+AT_LIMIT = 0.0  # the phase of closed loops
+SETTLED_S = 60.0  # until all blocks are free behind a phase
+LOOK_S = 0.25
+TIMES = ("ttft", "tpot")
+USED = "vllm:kv_cache_usage_perc"
+OPEN = "vllm:ascend_pd_reservations_open"
+
+
+@dataclass
+class Phase:
+    """What became of the requests of one phase."""
+
+    factor: float  # of what the pair can do; AT_LIMIT: closed loops
+    seconds: float = 0.0
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    refused: int = 0  # 429 with Retry-After
+    lost: Counter[str] = field(default_factory=Counter)  # every other end
+    p_used: float = 0.0  # largest share of P's blocks that was seen
+    left: list[str] = field(default_factory=list)  # behind it
+
+    @property
+    def rate(self) -> float:
+        return len(self.ttft) / self.seconds if self.seconds else 0.0
+
+    def percentile(self, name: str, percent: float) -> float:
+        return float(np.percentile(getattr(self, name) or [float("nan")], percent))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure a pair at its limit and beyond. Return 1 if a request was lost or anything was left behind."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    shape = {"max_len": 2048, "chunk": 2048, "kv_bytes": args.kv_mib << 20, "max_seqs": 32}
+    limit = ("--max-running", str(args.admit), "--max-waiting", str(args.waiting))
+    with Cluster(fresh_directory("bench_load")) as cluster, started(cluster, "b", shape, limit) as systems:
+        pair = systems["b"]
+        free = {engine.name: settled_free_blocks(engine) for engine in pair.engines}
+        turns = [asyncio.run(_turn(pair, args, turn, free)) for turn in range(args.repeats)]
+    rows = [
+        f"{args.prompt} tokens in, {args.answer} out; {args.admit} requests under way at most, {args.waiting} wait; "
+        f"{args.repeats} turns, {args.seconds:g} s a phase; medians (lowest–highest)",
+        "",
+        *table(turns),
+    ]
+    say("\n".join(["", *rows]))
+    (args.out / "overload.md").write_text("\n".join(rows) + "\n")
+    (args.out / "overload.json").write_text(written(turns))
+    wrong = [line for turn in turns for phase in turn.values() for line in (*phase.left, *phase.lost)]
+    for line in (*dict.fromkeys(wrong), *(f"left behind: {leak}" for leak in cluster.leaks)):
+        say(line[:1000])
+    return 1 if wrong or cluster.leaks else 0
+
+
+async def _turn(pair: LoadedSystem, args: argparse.Namespace, turn: int, free: Mapping[str, int]) -> dict[float, Phase]:
+    """Run all phases. The first is the one at the limit, as the rates of the others follow from it."""
+    phases: dict[float, Phase] = {}
+    dice, vocab = random.Random(f"overload/{turn}"), RECIPES[MODEL].vocab
+
+    def asked() -> dict[str, Any]:
+        return body_of(prompt(args.prompt, dice.getrandbits(60), vocab), args.answer)
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    for factor in (AT_LIMIT, *args.overload):
+        phase = phases[factor] = Phase(factor)
+        async with httpx.AsyncClient(
+            timeout=TIMEOUT, limits=limits, trust_env=False, event_hooks={"response": [has_retry_after]}
+        ) as client:
+
+            async def one(phase: Phase = phase, client: httpx.AsyncClient = client) -> None:
+                await ask(client, f"{pair.url}/v1/completions", asked(), phase)
+
+            watching = asyncio.create_task(_watch(pair, phase))
+            began = time.monotonic()
+            if factor == AT_LIMIT:
+                await _closed(one, args.admit, began + args.seconds)
+            else:
+                await _open(one, phases[AT_LIMIT].rate * factor, began + args.seconds, dice)
+            phase.seconds = time.monotonic() - began
+            watching.cancel()
+        phase.left = await asyncio.to_thread(_left, pair, free)
+        name = "at its limit" if factor == AT_LIMIT else f"{factor:g} times that"
+        say(
+            f"turn {turn + 1}, {name}: {len(phase.ttft)} answered ({phase.rate:.2f}/s), {phase.refused} refused, "
+            f"{phase.lost.total()} lost, TTFT p50 {phase.percentile('ttft', 50):.2f} s"
+        )
+    return phases
+
+
+async def has_retry_after(response: httpx.Response) -> None:
+    """Raise RequestFailed for a refusal that does not say when to come back."""
+    if response.status_code == 429 and not response.headers.get("retry-after", "").isdecimal():
+        raise RequestFailed(429, "without Retry-After")
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], phase: Phase) -> None:
+    """Send a request, and note what becomes of it."""
+    try:
+        answer = await stream(client, url, body)
+    except RequestFailed as failed:
+        if failed.status == 429 and "PD-META-009" in failed.text:
+            phase.refused += 1
+        else:
+            phase.lost[f"lost: {failed}"] += 1
+    except httpx.HTTPError as problem:
+        phase.lost[f"lost: {problem!r}"] += 1
+    else:
+        if len(answer.tokens) != body["max_tokens"]:
+            phase.lost[f"lost: {len(answer.tokens)} of {body['max_tokens']} tokens"] += 1
+            return
+        phase.ttft.append(answer.ttft)
+        phase.tpot.append((answer.seconds - answer.ttft) / max(1, len(answer.tokens) - 1))
+
+
+async def _closed(one: Callable[[], Coroutine[Any, Any, None]], clients: int, until: float) -> None:
+    async def loop() -> None:
+        while time.monotonic() < until:
+            await one()
+
+    await asyncio.gather(*(loop() for _ in range(clients)))
+
+
+async def _open(one: Callable[[], Coroutine[Any, Any, None]], rate: float, until: float, dice: random.Random) -> None:
+    """Send requests at random moments, and wait for the end of each."""
+    sent: list[asyncio.Task[None]] = []
+    at = time.monotonic()
+    while (at := at + dice.expovariate(rate)) < until:
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        sent.append(asyncio.create_task(one()))
+    await asyncio.gather(*sent)
+
+
+async def _watch(pair: LoadedSystem, phase: Phase) -> None:
+    while True:
+        used = await asyncio.to_thread(lambda: max(p.metrics().get(USED, 0.0) for p in pair.prefills))
+        phase.p_used = max(phase.p_used, used)
+        await asyncio.sleep(LOOK_S)
+
+
+def _left(pair: LoadedSystem, free: Mapping[str, int]) -> list[str]:
+    """Wait until nothing is left of a phase. Return what is."""
+    until = time.monotonic() + SETTLED_S
+    while True:
+        now = {engine.name: settled_free_blocks(engine) for engine in pair.engines}
+        left = [
+            f"{name}: {now[name]} free blocks, {count} before" for name, count in free.items() if now[name] != count
+        ]
+        left += [f"{d.name}: {number:g} open" for d in pair.decodes if (number := d.metrics().get(OPEN, 0.0))]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(LOOK_S)
+
+
+def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
+    """Return a table in Markdown: medians of the turns, and times as ratios to those at the limit."""
+    rows = [
+        "| requests | came | answered, requests/s | refused | lost | TTFT p50, p99, s | TPOT p50, p99, ms |"
+        " TTFT p50, p99 / at the limit | TPOT p50, p99 / at the limit | P's blocks in use, at most |",
+        "|---" * 10 + "|",
+    ]
+    for factor in turns[0]:
+        mine = [turn[factor] for turn in turns]
+
+        def middle(name: str, percent: float, unit: float, digits: int, mine: Sequence[Phase] = mine) -> str:
+            return f"{statistics.median(one.percentile(name, percent) for one in mine) * unit:.{digits}f}"
+
+        def ratios(name: str, percent: float, factor: float = factor) -> str:
+            return _spread(
+                [one[factor].percentile(name, percent) / one[AT_LIMIT].percentile(name, percent) for one in turns]
+            )
+
+        cells = [
+            "at the limit" if factor == AT_LIMIT else f"{factor:g} times",
+            f"{sum(len(one.ttft) + one.refused + one.lost.total() for one in mine)}",
+            _spread([one.rate for one in mine]),
+            f"{sum(one.refused for one in mine)}",
+            f"{sum(one.lost.total() for one in mine)}",
+            f"{middle('ttft', 50, 1, 2)}, {middle('ttft', 99, 1, 2)}",
+            f"{middle('tpot', 50, 1e3, 0)}, {middle('tpot', 99, 1e3, 0)}",
+            *("" if factor == AT_LIMIT else f"{ratios(name, 50)}, {ratios(name, 99)}" for name in TIMES),
+            f"{max(one.p_used for one in mine):.0%}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def written(turns: Sequence[Mapping[float, Phase]]) -> str:
+    """Return all phases as JSON."""
+    return json.dumps([[{**vars(one), "lost": dict(one.lost)} for one in turn.values()] for turn in turns], indent=1)
