@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from vllm_ascend_pd.vllm_patches import one_by_one
+from vllm_ascend_pd.vllm_patches import front_end
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ def register() -> None:
         log.warning("vllm_ascend_pd: this vLLM has no KV connector factory (%s); the connector is not available", error)
         return
     _log_as_vllm()
-    if why := one_by_one.install():
-        log.warning("vllm_ascend_pd: answers that go on do not come token by token: %s", why)
+    if why := front_end.install(CONNECTOR):
+        log.warning("vllm_ascend_pd: no answer goes on token by token: %s", why)
     try:
         KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector", CONNECTOR)
     except ValueError:

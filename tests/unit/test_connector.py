@@ -277,15 +277,6 @@ def test_where_no_answer_goes_on_it_says_so(
     made.shutdown()
 
 
-def test_the_api_server_says_that_given_tokens_do_not_come_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(one_by_one, "install", lambda: "it is another one")
-    plugin.register()
-    (said,) = [record for record in caplog.records if "it is another one" in record.message]
-    assert said.levelname == "WARNING"
-
-
 def test_vllm_hears_that_tokens_come_from_another_engine_and_that_this_one_does_not_sleep() -> None:
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
     request: Any = None

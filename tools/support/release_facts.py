@@ -139,6 +139,7 @@ def _changes(sources: Sources, versions: Mapping[str, str]) -> dict[str, tuple[s
 def _off(sources: Sources) -> Iterator[tuple[str, str]]:
     from vllm_ascend_pd.vllm_patches import (
         first_token,
+        front_end,
         older_groups,
         one_by_one,
         patience,
@@ -168,7 +169,7 @@ def _off(sources: Sources) -> Iterator[tuple[str, str]]:
     yield "P's first token (D's workers with the second model runner)", said(first_token.install_on_worker, second)
     yield "P's first token (requests with a grammar)", said(first_token.why_no_grammar, plain)
     yield "answers that go on", said(tried.untried, None, tried.TRIED_GIVEN)
-    yield "given tokens one by one in the API server", said(one_by_one.install)
+    yield "given tokens one by one in the API server", said(lambda: front_end.install("") or one_by_one.install())
     yield "token ids in streams of responses and messages", said(token_reports.wrap_servers)
     yield "the way out of a standstill", said(standstill.install, plain)
     yield GROUPS, said(older_groups.unproven)

@@ -124,13 +124,12 @@ def _scales_of_heads(layer: Any) -> tuple[Any, ...]:
 
 
 def _scales(name: str, layer: Any) -> Scales:
-    whole = all(getattr(getattr(layer, which, None), "numel", int)() == 1 for which in ("_k_scale", "_v_scale"))
-    k, v = (getattr(layer, which, None) for which in ("_k_scale_float", "_v_scale_float"))
-    if not whole or not isinstance(k, float) or not isinstance(v, float):
+    scales = compat.attention_scales(layer)
+    if scales is None:
         raise not_proven(
             f"A quantised KV cache with more than one scale for a layer's keys or values ({name})", _REMEDY
         )
-    return k, v
+    return scales
 
 
 def _digest(scales: list[Scales]) -> str:

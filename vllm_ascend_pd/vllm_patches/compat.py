@@ -43,3 +43,10 @@ def attention_isa(dtype: Any, block_size: int, head_size: int) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(dtype, block_size, head_size))
+
+
+def attention_scales(layer: Any) -> tuple[float, float] | None:
+    """Return the scales of an attention layer's quantised keys and values; None if it has not one for each."""
+    whole = all(getattr(getattr(layer, which, None), "numel", int)() == 1 for which in ("_k_scale", "_v_scale"))
+    k, v = (getattr(layer, which, None) for which in ("_k_scale_float", "_v_scale_float"))
+    return (k, v) if whole and isinstance(k, float) and isinstance(v, float) else None

@@ -8,8 +8,6 @@ the answer if there is one: a router must know that D has dropped it before it p
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -19,8 +17,6 @@ import msgspec
 
 from vllm_ascend_pd.protocol.continuing import EVENT, REPORT, TokensSaid
 from vllm_ascend_pd.vllm_patches.wrapping import differing, wrap
-
-log = logging.getLogger(__name__)
 
 _PARAMETERS = ("self", "request", "raw_request")
 
@@ -71,24 +67,6 @@ def note(output: Any) -> None:
     read = _READ.get()
     if read is not None and output is not None:
         read.take(output)
-
-
-def install() -> str:
-    """Wrap what makes these streams as soon as this process serves. Return why not; empty: it does."""
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    wrap(OutputProcessor, "__init__", _serving)
-    return ""
-
-
-def _serving(original: Any) -> Any:
-    def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807
-        original(self, *args, **named)
-        # Else no server is here, and the import of one takes seconds.
-        if "vllm.v1.engine.async_llm" in sys.modules and (why := wrap_servers()):
-            log.warning("vllm_ascend_pd: streams of responses and messages do not go on elsewhere: %s", why)
-
-    return __init__
 
 
 def wrap_servers() -> str:

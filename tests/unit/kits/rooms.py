@@ -8,7 +8,8 @@ TOKENS_OF_OTHERS = (
     *("decode.scheduler.tokens_of_others", "decode.scheduler.first_tokens", "decode.scheduler.going_on"),
     *("decode.scheduler.core.first_tokens", "decode.scheduler.core.given"),
     *("prefill.scheduler.first_tokens", "prefill.scheduler.core.first_tokens"),
-    *("vllm_patches.first_token", "vllm_patches.given_tokens", "vllm_patches.one_by_one", "protocol.sampling"),
+    *("vllm_patches.first_token", "vllm_patches.given_tokens", "vllm_patches.one_by_one", "vllm_patches.token_reports"),
+    "protocol.sampling",
 )
 # Other routers than our metaserver. On P closed by `hold_sources: 0`, on D until a request names such a router or a P.
 FOREIGN_ROUTERS = (
@@ -18,7 +19,8 @@ FOREIGN_ROUTERS = (
 # Who imports a room from outside: vLLM's entry points, the roles, and P's table, which asks for the token of a sample.
 DOORS = {
     TOKENS_OF_OTHERS: {
-        *("connector", "plugin", "decode.scheduler.role", "prefill.scheduler.role", "prefill.scheduler.core.rules")
+        *("connector", "decode.scheduler.role", "prefill.scheduler.role", "prefill.scheduler.core.rules"),
+        "vllm_patches.front_end",
     },
     FOREIGN_ROUTERS: {"decode.scheduler.role", "prefill.scheduler.role"},
 }

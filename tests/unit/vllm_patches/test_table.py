@@ -48,6 +48,16 @@ def own(tree: ast.AST) -> Iterator[str]:
             yield node.target.id
 
 
+def asked_by_name(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """Return the private names that a function may give to `getattr` or `hasattr`, perhaps over a variable."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            where = node.args[1] if isinstance(node.args[1], ast.Constant) else function
+            for word in ast.walk(where):
+                if isinstance(word, ast.Constant) and isinstance(word.value, str) and PRIVATE.fullmatch(word.value):
+                    yield word.value
+
+
 def reached_into(source: str) -> Iterator[str]:
     """Return the lines that change an object of vLLM's, or touch what is private elsewhere."""
     tree = ast.parse(source)
@@ -61,6 +71,8 @@ def reached_into(source: str) -> Iterator[str]:
             touched = ast.unparse(node) if private or written else ""
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
             touched = ast.unparse(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            touched = ", ".join(name for name in asked_by_name(node) if name not in ours | NOT_VLLM)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
             touched = ", ".join(alias.name for alias in node.names if alias.name.startswith("_"))
         if touched:
@@ -81,6 +93,8 @@ def test_no_other_module_reaches_into_vllm(path: Path) -> None:
         "def take(request):\n    request.max_tokens = 1",
         "def take(request):\n    del request.sampling_params.bad_words",
         "def take(found):\n    return found._all_token_ids",
+        "def take(found):\n    return getattr(found, '_all_token_ids', ())",
+        "def take(found):\n    return [hasattr(found, name) for name in ('_bad_words_token_ids',)]",
         "from vllm.v1.attention.backends.cpu_attn import _get_attn_isa",
     ],
 )
