@@ -2,9 +2,9 @@
 """HTTP/1.1 of D and the router: aiohttp's client, its connections made here, its errors as what became of a request.
 
 aiohttp sends requests, parses answers and keeps connections. Here is what it does not do, or does wrong for calls of
-which each may compute for minutes (docs/decisions.md): connections are made with our look-ups of names, few at a time,
-and TLS files are read again; `HttpWire` repairs what its connections lack. No redirects, cookies, decompression,
-proxies or other headers than the caller's.
+which each may compute for minutes (docs/decisions/http-client.md): connections are made with our look-ups of names, few
+at a time, and TLS files are read again; `HttpWire` repairs what its connections lack. No redirects, cookies,
+decompression, proxies or other headers than the caller's.
 """
 
 from __future__ import annotations

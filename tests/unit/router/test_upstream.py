@@ -2,7 +2,7 @@
 """The HTTP client for engines, against servers that send raw bytes, valid and invalid.
 
 What the router needs of it, whichever library sends the bytes. Some of these promises aiohttp alone does not keep:
-docs/decisions.md names them.
+docs/decisions/http-client.md names them.
 """
 
 from __future__ import annotations
