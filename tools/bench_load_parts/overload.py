@@ -38,7 +38,7 @@ OPEN = "vllm:ascend_pd_reservations_open"
 
 @dataclass
 class Phase:
-    """What became of the requests of one phase."""
+    """Requests of one phase, by what became of them."""
 
     factor: float  # of what the pair can do; AT_LIMIT: closed loops
     seconds: float = 0.0
