@@ -41,7 +41,9 @@ class Phase:
     """Requests of one phase, by what became of them."""
 
     factor: float  # of what the pair can do; AT_LIMIT: closed loops
-    seconds: float = 0.0
+    seconds: float  # of arrivals
+    began: float = 0.0
+    ended: list[float] = field(default_factory=list)  # when each answer did
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     refused: int = 0  # 429 with Retry-After
@@ -51,7 +53,8 @@ class Phase:
 
     @property
     def rate(self) -> float:
-        return len(self.ttft) / self.seconds if self.seconds else 0.0
+        """Answers a second, without those that ended when no more requests came."""
+        return sum(at <= self.began + self.seconds for at in self.ended) / self.seconds
 
     def percentile(self, name: str, percent: float) -> float:
         return float(np.percentile(getattr(self, name) or [float("nan")], percent))
@@ -91,7 +94,7 @@ async def _turn(pair: LoadedSystem, args: argparse.Namespace, turn: int, free: M
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     for factor in (AT_LIMIT, *args.overload):
-        phase = phases[factor] = Phase(factor)
+        phase = phases[factor] = Phase(factor, args.seconds)
         async with httpx.AsyncClient(
             timeout=TIMEOUT, limits=limits, trust_env=False, event_hooks={"response": [has_retry_after]}
         ) as client:
@@ -100,12 +103,11 @@ async def _turn(pair: LoadedSystem, args: argparse.Namespace, turn: int, free: M
                 await ask(client, f"{pair.url}/v1/completions", asked(), phase)
 
             watching = asyncio.create_task(_watch(pair, phase))
-            began = time.monotonic()
+            phase.began = time.monotonic()
             if factor == AT_LIMIT:
-                await _closed(one, args.admit, began + args.seconds)
+                await _closed(one, args.admit, phase.began + args.seconds)
             else:
-                await _open(one, phases[AT_LIMIT].rate * factor, began + args.seconds, dice)
-            phase.seconds = time.monotonic() - began
+                await _open(one, phases[AT_LIMIT].rate * factor, phase.began + args.seconds, dice)
             watching.cancel()
         phase.left = await asyncio.to_thread(_left, pair, free)
         name = "at its limit" if factor == AT_LIMIT else f"{factor:g} times that"
@@ -137,6 +139,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], phas
         if len(answer.tokens) != body["max_tokens"]:
             phase.lost[f"lost: {len(answer.tokens)} of {body['max_tokens']} tokens"] += 1
             return
+        phase.ended.append(time.monotonic())
         phase.ttft.append(answer.ttft)
         phase.tpot.append((answer.seconds - answer.ttft) / max(1, len(answer.tokens) - 1))
 

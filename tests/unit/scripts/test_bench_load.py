@@ -247,7 +247,7 @@ def _event(*ids: int) -> str:
 def test_only_a_refusal_that_says_when_to_come_back_is_no_loss(
     answer: httpx.Response, answered: int, refused: int, lost: str
 ) -> None:
-    phase = Phase(2.0)
+    phase = Phase(2.0, 10.0)
 
     async def run() -> None:
         hooks = {"response": [overload.has_retry_after]}
@@ -263,11 +263,11 @@ def test_only_a_refusal_that_says_when_to_come_back_is_no_loss(
 def test_times_under_overload_are_ratios_to_those_at_the_limit_of_the_same_turn() -> None:
     def turn(speed: float) -> dict[float, Phase]:
         return {
-            AT_LIMIT: Phase(AT_LIMIT, 10.0, [speed] * 20, [speed / 10] * 20),
-            10.0: Phase(10.0, 10.0, [1.5 * speed] * 20, [1.2 * speed / 10] * 20, refused=180, p_used=0.4),
+            AT_LIMIT: Phase(AT_LIMIT, 10.0, 50.0, [55.0] * 20, [speed] * 20, [speed / 10] * 20),
+            10.0: Phase(10.0, 10.0, 0.0, [9.0] * 20 + [10.5] * 4, [1.5 * speed] * 24, [1.2 * speed / 10] * 24, 176),
         }
 
     rows = overload.table([turn(1.0), turn(3.0)])
     assert rows[2].startswith("| at the limit | 40 | 2.00 (2.00–2.00) | 0 | 0 | 2.00, 2.00 | 200, 200 |  |  |")
-    ratios = "1.50 (1.50–1.50), 1.50 (1.50–1.50) | 1.20 (1.20–1.20), 1.20 (1.20–1.20) | 40%"
-    assert rows[3] == f"| 10 times | 400 | 2.00 (2.00–2.00) | 360 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"
+    ratios = "1.50 (1.50–1.50), 1.50 (1.50–1.50) | 1.20 (1.20–1.20), 1.20 (1.20–1.20) | 0%"
+    assert rows[3] == f"| 10 times | 400 | 2.00 (2.00–2.00) | 352 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"
