@@ -19,7 +19,7 @@ With --push nothing of this runs, but streams on a pair's D while prompts are pu
 tokens as ratios to those without a push. With --overload it is a pair under multiples of what it can do: how those
 requests fare that it accepts, and that all others are refused.
 
-A run that was ended goes on where it was if it is started with the same flags (--out).
+A run without these two that was ended goes on where it was if it is started with the same flags (--out).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument(
         "--overload",
         type=float,
-        nargs="*",
+        nargs="+",
         default=[],
         metavar="TIMES",
         help="so many times the requests that the pair can do",

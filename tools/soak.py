@@ -5,9 +5,10 @@ Answers are compared with a single engine's. Mixed lengths, common prefixes, 2 %
 is restarted in the middle under load. The load pauses ten times: memory, threads, sockets, free blocks and open
 transfers must not grow (a worker's memory: not more than the single engine's).
 
-With --kills there are two D's, and in place of the restart one engine after another is killed under load, each as soon
-as the one before takes requests again: for 40 % of the prompts D's, for 40 % P, then either. So P, which has seen many
-D's die, and D's that have seen many P's die, are old enough to show what that leaves in them.
+With --kills there are two D's, and in place of the restart one engine after another is killed under load, each once
+the one before takes requests again and a hundred prompts were answered: for 40 % of the prompts D's, for 40 % P, then
+either. So P, which has seen many D's die, and D's that have seen many P's die, are old enough to show what that leaves
+in them.
 
 A run that was ended goes on at its last pause if it is started with the same flags.
 """
@@ -15,6 +16,7 @@ A run that was ended goes on at its last pause if it is started with the same fl
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -26,13 +28,14 @@ from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
 from tools.support.models import ROOT, ensure
-from tools.support.soaking import Soak
+from tools.support.soaking import OtherSoak, Soak
 from tools.support.spec import EngineSpec
 
-# A run may be stopped for minutes as a whole, so timeouts of waits are long. Who is killed, they must not hide.
+# A run may be stopped for minutes as a whole, so timeouts of waits are long. With --kills the usual ones apply: they
+# must notice an engine that was killed.
 AGES = ("--idle-timeout", "36000", "--first-byte-timeout", "36000", "--prefill-timeout", "36000")
 GRACE = ("--shutdown-timeout", "20")
-BACK_S, LOOK_S = 600.0, 0.2  # from a kill until the engine takes requests again
+LONGEST_S, LOOK_S = 600.0, 0.2  # from a kill until the engine takes requests again
 COUNTS = (
     "vllm:ascend_pd_num_failed_transfers_total",
     "vllm:ascend_pd_num_failed_recvs_total",
@@ -55,6 +58,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def state_of_code() -> str:
+    """Return what the package's files are, by git's name of them."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "HEAD:vllm_ascend_pd"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or "no repository"
+
+
 class SoakSite:
     """A P, a D or two, a single engine and a metaserver. Engines can be restarted on their addresses."""
 
@@ -75,7 +86,7 @@ class SoakSite:
         )
         self.front = cluster.metaserver([self.prefill], self.decodes, port, () if kills else AGES)
         self.counts: dict[str, dict[str, float]] = {}
-        self.back: dict[str, list[float]] = {}  # seconds from each kill until the engine took requests again
+        self.kills = 0
 
     def restart(self) -> None:
         begun, spec = time.monotonic(), self.prefill.spec
@@ -84,12 +95,13 @@ class SoakSite:
         say(f"  prefill is stopped, after {time.monotonic() - begun:.1f} s; it starts again on port {spec.port}")
         (self.prefill,) = self.cluster.start(spec)
 
-    def kill(self, done: int) -> None:
-        """Kill an engine, start it again, and wait until the metaserver gives it requests."""
-        begun, kills = time.monotonic(), sum(map(len, self.back.values()))
+    def kill(self, done: int) -> tuple[str, float]:
+        """Kill an engine, start it again, and wait until it takes requests. Return its name and how long that took."""
+        begun = time.monotonic()
+        self.kills += 1
         turn = [*self.decodes] if done < 0.4 * self.prompts else [self.prefill]
         turn = turn if done < 0.8 * self.prompts else [*self.decodes, self.prefill]
-        victim = turn[kills % len(turn)]
+        victim = turn[self.kills % len(turn)]
         if stuck := victim.process.kill():
             raise RuntimeError("; ".join(stuck))
         self.cluster.stop(victim)
@@ -99,11 +111,12 @@ class SoakSite:
         else:
             self.decodes[self.decodes.index(victim)] = started
         while not self._takes_requests(started):
-            if time.monotonic() > begun + BACK_S:
-                raise TimeoutError(f"{victim.name} takes no requests {BACK_S:.0f} s after it was killed")
+            if time.monotonic() > begun + LONGEST_S:
+                raise TimeoutError(f"{victim.name} takes no requests {LONGEST_S:.0f} s after it was killed")
             time.sleep(LOOK_S)
-        self.back.setdefault(victim.name, []).append(time.monotonic() - begun)
-        say(f"  {victim.name} was killed behind {done} prompts, and is back after {self.back[victim.name][-1]:.1f} s")
+        seconds = time.monotonic() - begun
+        say(f"  {victim.name} was killed behind {done} prompts, and is back after {seconds:.1f} s")
+        return victim.name, seconds
 
     def _takes_requests(self, engine: EngineProcess) -> bool:
         instances = httpx.get(f"{self.front.url}/instances", timeout=30.0, trust_env=False, verify=False).json()
@@ -135,7 +148,11 @@ def main() -> int:
             rests=args.rests,
             seed=args.seed,
         )
-        soak.run(args.prompts)
+        try:
+            soak.run(args.prompts)
+        except OtherSoak as other:
+            say(str(other))
+            return 2
         site.note(site.prefill, "prefill")
         for d in site.decodes:
             site.note(d, d.name)
@@ -148,7 +165,7 @@ def main() -> int:
     say("")
     for line in (*soak.report(), "", *soak.slopes()):
         say(line)
-    for name, times in site.back.items():
+    for name, times in soak.back.items():
         say(f"{name}: killed {len(times)} times, back after {min(times):.0f} to {max(times):.0f} s")
     say("")
     for name, counts in site.counts.items():
@@ -159,6 +176,7 @@ def main() -> int:
     problems += [f"LEFT BEHIND: {leak}" for leak in cluster.leaks]
     for problem in problems:
         say(problem)
+    soak.forget_kept()
     say(f"soak: {'FAILED' if problems else 'good'}, {args.prompts / soak.seconds:.1f} prompts/s")
     return 1 if problems else 0
 

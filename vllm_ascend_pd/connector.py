@@ -33,10 +33,10 @@ from vllm_ascend_pd.vllm_patches import (
     accepted,
     compat,
     first_token,
+    front_end,
     given_tokens,
     masks,
     older_groups,
-    one_by_one,
     patience,
     resets,
     single_token_steps,
@@ -297,7 +297,7 @@ def _scheduler(
         made = PrefillScheduler(engine, waiting.news, blocks, sends_first=first)
     else:
         if first:
-            lacks[tried.GIVEN] = given_tokens.unproven(vllm_config) or one_by_one.install()
+            lacks[tried.GIVEN] = given_tokens.unproven(vllm_config) or front_end.unfit()
         lacks[tried.STANDSTILL] = standstill.install(vllm_config)
         if not computes_prompts and (why := step_hooks.wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())):
             raise not_proven(f"Heads in int8 where {why}", "Use a release that docs/matrix.md names.")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,8 @@ def as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take back what other tests of this process have wrapped, and register the plug-in as vLLM does."""
     for name in ("put", "get", "get_nowait"):
         monkeypatch.setattr(RequestOutputCollector, name, inspect.unwrap(getattr(RequestOutputCollector, name)))
+
+    monkeypatch.delitem(sys.modules, "vllm.v1.engine.async_llm", raising=False)  # as without a server
 
     def __init__(self: Any, vllm_config: Any) -> None: ...  # noqa: N807
 

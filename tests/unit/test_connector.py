@@ -49,7 +49,7 @@ from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.vllm_patches import compat, given_tokens, older_groups, one_by_one, standstill
+from vllm_ascend_pd.vllm_patches import compat, front_end, given_tokens, older_groups, standstill
 from vllm_ascend_pd.vllm_patches.standstill import Standstill
 from vllm_ascend_pd.vllm_patches.step_hooks import Drops
 
@@ -263,12 +263,12 @@ def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
     made.shutdown()
 
 
-@pytest.mark.parametrize("missing", ["unproven", "install"])
+@pytest.mark.parametrize("missing", ["unproven", "unfit"])
 def test_where_no_answer_goes_on_it_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
     """Neither where it was not tried, nor where vLLM's front end is another one."""
-    where = {"unproven": given_tokens, "install": one_by_one}[missing]
+    where = {"unproven": given_tokens, "unfit": front_end}[missing]
     monkeypatch.setattr(where, missing, lambda *_: "it is another one")
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]

@@ -160,7 +160,8 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling. Above each row: what the room grew by since 28 November
-# (708a5fa8, which made the ceilings), net, and the changes of more than 20 lines.
+# (708a5fa8, which made the ceilings), all in all, and what large changes are in that; moves and small ones are not
+# named.
 CEILINGS = {
     # 109: 45 so that an engine takes a changed secret without a restart; 13 for heads in int8; -30 one kit for settings
     ".": 1741,
@@ -206,11 +207,11 @@ CEILINGS = {
     "transport": 1970,
     # -7
     "viewer": 615,
-    # 671: 228 for given tokens, 139 for token ids of streams, 62 so that D's front end is changed only where its
+    # 696: 228 for given tokens, 139 for token ids of streams, 90 so that D's front end is changed only where its
     # configuration wants that; 74 without which a D that runs out of blocks says wrong text with drafts beside states,
     # 60 without which requests get the allowed tokens of others, 43 without which the last token of a prompt may have
     # no keys and values, where D has heads in int8; 46 for vLLM 0.30's drafts and grammars and for what D drops
-    "vllm_patches": 1632,
+    "vllm_patches": 1657,
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -17,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -29,11 +30,21 @@ from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.models import RECIPES
 
 AT_LIMIT = 0.0  # the phase of closed loops
+FILLS = 0.2  # share of a phase in which the pair fills up
+COME_AGAIN_S = 0.05  # a refused client of a closed loop: its place was not free yet
 SETTLED_S = 60.0  # until all blocks are free behind a phase
-LOOK_S = 0.25
+LOOK_S = 0.5
 TIMES = ("ttft", "tpot")
 USED = "vllm:kv_cache_usage_perc"
 OPEN = "vllm:ascend_pd_reservations_open"
+
+
+class TimedEnd(NamedTuple):
+    """The end of an answer, and how fast it was."""
+
+    at: float
+    ttft: float
+    tpot: float
 
 
 @dataclass
@@ -43,21 +54,25 @@ class Phase:
     factor: float  # of what the pair can do; AT_LIMIT: closed loops
     seconds: float  # of arrivals
     began: float = 0.0
-    ended: list[float] = field(default_factory=list)  # when each answer did
-    ttft: list[float] = field(default_factory=list)
-    tpot: list[float] = field(default_factory=list)
+    answers: list[TimedEnd] = field(default_factory=list)
     refused: int = 0  # 429 with Retry-After
     lost: Counter[str] = field(default_factory=Counter)  # every other end
     p_used: float = 0.0  # largest share of P's blocks that was seen
     left: list[str] = field(default_factory=list)  # behind it
 
     @property
+    def counted(self) -> list[TimedEnd]:
+        """Answers that ended while the pair was full: not in the first part, and not when no more requests came."""
+        begin, end = self.began + FILLS * self.seconds, self.began + self.seconds
+        return [one for one in self.answers if begin <= one.at <= end]
+
+    @property
     def rate(self) -> float:
-        """Answers a second, without those that ended when no more requests came."""
-        return sum(at <= self.began + self.seconds for at in self.ended) / self.seconds
+        """Counted answers a second."""
+        return len(self.counted) / ((1.0 - FILLS) * self.seconds)
 
     def percentile(self, name: str, percent: float) -> float:
-        return float(np.percentile(getattr(self, name) or [float("nan")], percent))
+        return float(np.percentile([getattr(one, name) for one in self.counted] or [float("nan")], percent))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         turns = [asyncio.run(_turn(pair, args, turn, free)) for turn in range(args.repeats)]
     rows = [
         f"{args.prompt} tokens in, {args.answer} out; {args.admit} requests under way at most, {args.waiting} wait; "
-        f"{args.repeats} turns, {args.seconds:g} s a phase; medians (lowest–highest)",
+        f"{args.repeats} turns, {args.seconds:g} s a phase; numbers of all turns, medians of rates and times (lowest–highest)",
         "",
         *table(turns),
     ]
@@ -105,14 +120,14 @@ async def _turn(pair: LoadedSystem, args: argparse.Namespace, turn: int, free: M
             watching = asyncio.create_task(_watch(pair, phase))
             phase.began = time.monotonic()
             if factor == AT_LIMIT:
-                await _closed(one, args.admit, phase.began + args.seconds)
+                await _closed(one, phase, args.admit)
             else:
                 await _open(one, phases[AT_LIMIT].rate * factor, phase.began + args.seconds, dice)
             watching.cancel()
         phase.left = await asyncio.to_thread(_left, pair, free)
         name = "at its limit" if factor == AT_LIMIT else f"{factor:g} times that"
         say(
-            f"turn {turn + 1}, {name}: {len(phase.ttft)} answered ({phase.rate:.2f}/s), {phase.refused} refused, "
+            f"turn {turn + 1}, {name}: {len(phase.answers)} answered ({phase.rate:.2f}/s), {phase.refused} refused, "
             f"{phase.lost.total()} lost, TTFT p50 {phase.percentile('ttft', 50):.2f} s"
         )
     return phases
@@ -139,15 +154,17 @@ async def ask(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], phas
         if len(answer.tokens) != body["max_tokens"]:
             phase.lost[f"lost: {len(answer.tokens)} of {body['max_tokens']} tokens"] += 1
             return
-        phase.ended.append(time.monotonic())
-        phase.ttft.append(answer.ttft)
-        phase.tpot.append((answer.seconds - answer.ttft) / max(1, len(answer.tokens) - 1))
+        tpot = (answer.seconds - answer.ttft) / max(1, len(answer.tokens) - 1)
+        phase.answers.append(TimedEnd(time.monotonic(), answer.ttft, tpot))
 
 
-async def _closed(one: Callable[[], Coroutine[Any, Any, None]], clients: int, until: float) -> None:
+async def _closed(one: Callable[[], Coroutine[Any, Any, None]], phase: Phase, clients: int) -> None:
     async def loop() -> None:
-        while time.monotonic() < until:
+        while time.monotonic() < phase.began + phase.seconds:
+            refused = phase.refused
             await one()
+            if phase.refused > refused:
+                await asyncio.sleep(COME_AGAIN_S)
 
     await asyncio.gather(*(loop() for _ in range(clients)))
 
@@ -164,8 +181,9 @@ async def _open(one: Callable[[], Coroutine[Any, Any, None]], rate: float, until
 
 async def _watch(pair: LoadedSystem, phase: Phase) -> None:
     while True:
-        used = await asyncio.to_thread(lambda: max(p.metrics().get(USED, 0.0) for p in pair.prefills))
-        phase.p_used = max(phase.p_used, used)
+        with contextlib.suppress(httpx.HTTPError):  # it has much to do
+            used = await asyncio.to_thread(lambda: max(p.metrics().get(USED, 0.0) for p in pair.prefills))
+            phase.p_used = max(phase.p_used, used)
         await asyncio.sleep(LOOK_S)
 
 
@@ -184,11 +202,11 @@ def _left(pair: LoadedSystem, free: Mapping[str, int]) -> list[str]:
 
 
 def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
-    """Return a table in Markdown: medians of the turns, and times as ratios to those at the limit."""
+    """Return a table in Markdown: sums and medians of the turns, and times as ratios to those at the limit."""
     rows = [
-        "| requests | came | answered, requests/s | refused | lost | TTFT p50, p99, s | TPOT p50, p99, ms |"
+        "| requests | came | counted | answered, requests/s | refused | lost | TTFT p50, p99, s | TPOT p50, p99, ms |"
         " TTFT p50, p99 / at the limit | TPOT p50, p99 / at the limit | P's blocks in use, at most |",
-        "|---" * 10 + "|",
+        "|---" * 11 + "|",
     ]
     for factor in turns[0]:
         mine = [turn[factor] for turn in turns]
@@ -203,7 +221,8 @@ def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
 
         cells = [
             "at the limit" if factor == AT_LIMIT else f"{factor:g} times",
-            f"{sum(len(one.ttft) + one.refused + one.lost.total() for one in mine)}",
+            f"{sum(len(one.answers) + one.refused + one.lost.total() for one in mine)}",
+            f"{sum(len(one.counted) for one in mine)}",
             _spread([one.rate for one in mine]),
             f"{sum(one.refused for one in mine)}",
             f"{sum(one.lost.total() for one in mine)}",

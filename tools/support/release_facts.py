@@ -141,7 +141,6 @@ def _off(sources: Sources) -> Iterator[tuple[str, str]]:
         first_token,
         front_end,
         older_groups,
-        one_by_one,
         patience,
         resets,
         standstill,
@@ -169,7 +168,7 @@ def _off(sources: Sources) -> Iterator[tuple[str, str]]:
     yield "P's first token (D's workers with the second model runner)", said(first_token.install_on_worker, second)
     yield "P's first token (requests with a grammar)", said(first_token.why_no_grammar, plain)
     yield "answers that go on", said(tried.untried, None, tried.TRIED_GIVEN)
-    yield "given tokens one by one in the API server", said(lambda: front_end.install("") or one_by_one.install())
+    yield "given tokens one by one in the API server", said(front_end.unfit)
     yield "token ids in streams of responses and messages", said(token_reports.wrap_servers)
     yield "the way out of a standstill", said(standstill.install, plain)
     yield GROUPS, said(older_groups.unproven)

@@ -40,6 +40,12 @@ MAX_503 = 120
 WORKER = "VLLM::Worker"  # vLLM's title of its worker processes
 OPEN = "vllm:ascend_pd_reservations_open"
 COLD = 2  # samples of each process that no slope is made of
+FREE = 3  # degrees of freedom of a slope, at least
+SERVED, LOOK_S = 100, 0.1  # prompts that are answered between two kills
+
+
+class OtherSoak(RuntimeError):
+    """A file is of a run with other flags, or of another state of the code."""
 
 
 class SoakedServer(Protocol):
@@ -99,6 +105,7 @@ class ResourceSample:
     done: int  # number of prompts so far
     server: str
     pid: int
+    session: int  # of the run, which may have been ended and gone on: pids may come back
     host_mib: float  # front end and scheduler, or the metaserver
     workers_mib: float
     workers: int
@@ -108,7 +115,7 @@ class ResourceSample:
     open_transfers: int | None
 
 
-def sample(server: SoakedServer, done: int) -> ResourceSample:
+def sample(server: SoakedServer, done: int, session: int = 0) -> ResourceSample:
     host = workers_own = workers = threads = sockets = 0
     for process in server.process.members():
         try:
@@ -124,7 +131,9 @@ def sample(server: SoakedServer, done: int) -> ResourceSample:
             continue
     free = settled_free_blocks(server) if isinstance(server, EngineProcess) else None
     mib = (host / 2**20, workers_own / 2**20, workers)
-    return ResourceSample(done, server.name, server.process.pid, *mib, threads, sockets, free, _open_transfers(server))
+    return ResourceSample(
+        done, server.name, server.process.pid, session, *mib, threads, sockets, free, _open_transfers(server)
+    )
 
 
 def _open_transfers(server: SoakedServer, *, settle: bool = False) -> int | None:
@@ -154,7 +163,8 @@ class Soak:
     """One run. `servers` are sampled.
 
     Beside the load `half_way` is called once, in the middle, and `kill` again and again, with the number of prompts so
-    far: it returns once what it has killed is back. `kept`: file of what a run has found so far.
+    far: it returns once what it has killed is back, with its name and how long that took. `kept`: file of what a run
+    has found so far; `made_by`: what a run must have in common with it.
     """
 
     front_url: str
@@ -164,8 +174,11 @@ class Soak:
     say: Callable[[str], None]
     salted: bool  # the reference is a member of the pair, so it is asked with cache salts
     half_way: Callable[[], None] | None = None
-    kill: Callable[[int], None] | None = None
+    kill: Callable[[int], tuple[str, float]] | None = None
     kept: Path | None = None
+    made_by: str = ""
+    back: dict[str, list[float]] = field(default_factory=dict)  # by server: seconds from each kill until it was back
+    session: int = 0
     at_once: int = 16
     longest: int = 1200
     rests: int = 10
@@ -182,8 +195,6 @@ class Soak:
         begun = time.monotonic() - before
         asyncio.run(self._run(prompts, done, begun))
         self.seconds = time.monotonic() - begun
-        if self.kept is not None:
-            self.kept.unlink(missing_ok=True)
 
     async def _run(self, prompts: int, done: int, begun: float) -> None:
         mix = Mix(self.seed, self.longest)
@@ -211,9 +222,13 @@ class Soak:
                 self._keep(min(first + part, prompts), time.monotonic() - begun)
 
     def _kills(self, over: threading.Event) -> None:
-        """Kill one engine after another, each when the one before is back, until the part is over."""
+        """Kill one engine after another until the part is over, each once the one before is back and has served."""
         while self.kill is not None and not over.is_set():
-            self.kill(sum(self.ended.values()))
+            name, seconds = self.kill(self.ended.total())
+            self.back.setdefault(name, []).append(seconds)
+            again = self.ended.total() + SERVED
+            while self.ended.total() < again and not over.wait(LOOK_S):
+                pass
 
     def _keep(self, done: int, seconds: float) -> None:
         """Write down what a run with the same flags needs to go on from here."""
@@ -221,6 +236,7 @@ class Soak:
             return
         said = {"done": done, "seconds": seconds, "came_back": self.came_back, "ended": self.ended}
         said |= {"errors": self.errors, "samples": [asdict(one) for one in self.samples]}
+        said |= {"made_by": self.made_by, "session": self.session, "back": self.back}
         said |= {"answers": self.tally.answers, "tokens": self.tally.tokens, "excused": self.tally.excused}
         self.kept.parent.mkdir(parents=True, exist_ok=True)
         new = self.kept.with_suffix(".new")
@@ -228,12 +244,14 @@ class Soak:
         new.replace(self.kept)
 
     def _read_kept(self) -> int:
-        """Take in what is kept of a run that was ended. Return how many prompts it had done."""
+        """Take in what is kept of a run that was ended. Return how many prompts it had done. Raise OtherSoak."""
         if self.kept is None or not self.kept.exists():
             return 0
         said = json.loads(self.kept.read_text())
+        if said["made_by"] != self.made_by:
+            raise OtherSoak(f"{self.kept} is of another run ({said['made_by']}, not {self.made_by}): remove it")
         self.seconds, self.came_back, self.errors = said["seconds"], said["came_back"], said["errors"]
-        self.ended = Counter(said["ended"])
+        self.ended, self.back, self.session = Counter(said["ended"]), said["back"], said["session"] + 1
         self.samples = [ResourceSample(**one) for one in said["samples"]]
         self.tally.answers, self.tally.tokens, self.tally.excused = said["answers"], said["tokens"], said["excused"]
         self.say(
@@ -291,6 +309,11 @@ class Soak:
             await asyncio.sleep(BACK_S)
         raise RequestFailed(503, "for two minutes")
 
+    def forget_kept(self) -> None:
+        """Forget what is kept of a run that is over and reported."""
+        if self.kept is not None:
+            self.kept.unlink(missing_ok=True)
+
     def _rest(self, done: int) -> None:
         """Wait for timers, then sample: a transfer whose writer is gone stays fenced for X + H."""
         end = time.monotonic() + FENCED_S
@@ -298,12 +321,19 @@ class Soak:
             time.sleep(0.5)
         for server in self.servers():
             try:
-                newest = sample(server, done)
+                newest = sample(server, done, self.session)
             except httpx.TimeoutException:  # the whole run may have been stopped for minutes during the request
-                newest = sample(server, done)
+                newest = sample(server, done, self.session)
             self.samples.append(newest)
 
     # -- the verdict
+
+    def _lives(self) -> list[list[ResourceSample]]:
+        """Return the samples of each process."""
+        lives: dict[tuple[str, int, int], list[ResourceSample]] = {}
+        for one in self.samples:
+            lives.setdefault((one.server, one.pid, one.session), []).append(one)
+        return list(lives.values())
 
     def growth(self, memory: bool = True) -> list[str]:
         """Return what has grown.
@@ -316,9 +346,9 @@ class Soak:
         worker of the pair may grow as much as one of the reference at the same age.
         """
         findings: list[str] = []
-        control = [s for s in self.samples if s.server == self.reference.name and s.workers]
-        for name, pid in dict.fromkeys((s.server, s.pid) for s in self.samples):
-            samples = [s for s in self.samples if (s.server, s.pid) == (name, pid)]
+        for samples in self._lives():
+            name, session = samples[0].server, samples[0].session
+            control = [s for s in self.samples if (s.server, s.session) == (self.reference.name, session) and s.workers]
             first, last = samples[0], samples[-1]
             base, warm = samples[min(2, len(samples) - 1)], samples[min(3, len(samples) - 1)]
             if any(s.free_blocks != first.free_blocks for s in samples):
@@ -339,25 +369,26 @@ class Soak:
         return findings
 
     def slopes(self) -> list[str]:
-        """Return how much memory each server's processes gain with the prompts, and the error of that.
+        """Return how much memory each server's processes gain with the run's prompts, and the error of that.
 
         By least squares over the samples of all its lives, each with a level of its own, without the first ones.
         """
         lines = []
         for name in dict.fromkeys(one.server for one in self.samples):
-            lives = [
-                [one for one in self.samples if (one.server, one.pid) == (name, pid)][COLD:]
-                for pid in dict.fromkeys(one.pid for one in self.samples if one.server == name)
-            ]
-            for what, values in (
-                ("front end and scheduler", [[one.host_mib for one in life] for life in lives]),
-                ("each worker", [[one.workers_mib / one.workers for one in life if one.workers] for life in lives]),
-            ):
-                fitted = slope([[one.done / 1000 for one in life] for life in lives], values)
-                if any(values):
-                    said = "too few samples" if fitted is None else f"{fitted[0]:+.2f} ± {fitted[1]:.2f} MiB"
-                    count = sum(map(len, values))
-                    lines.append(f"{name}, {what}: {said} in 1,000 prompts ({count} samples of {len(lives)} processes)")
+            lives = [life[COLD:] for life in self._lives() if life[0].server == name]
+            points = {
+                "front end and scheduler": [[(one.done / 1000, one.host_mib) for one in life] for life in lives],
+                "each worker": [
+                    [(one.done / 1000, one.workers_mib / one.workers) for one in life if one.workers] for life in lives
+                ],
+            }
+            for what, of_lives in points.items():
+                used = [life for life in of_lives if len(life) > 1]
+                if (fitted := slope(used)) is not None:
+                    said = f"{fitted[0]:+.2f} ± {fitted[1]:.2f} MiB in 1,000 prompts of the run"
+                    lines.append(f"{name}, {what}: {said} ({sum(map(len, used))} samples of {len(used)} processes)")
+                elif any(of_lives):
+                    lines.append(f"{name}, {what}: its processes were too young for a slope")
         return lines
 
     def report(self) -> list[str]:
@@ -381,16 +412,15 @@ class Soak:
         return lines
 
 
-def slope(lives: Sequence[Sequence[float]], values: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Return the slope of values over moments that all lives have in common, and its standard error.
+def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float] | None:
+    """Return the slope that all lives' points have in common, and its standard error.
 
-    None: there are too few for an error.
+    None: there are too few for an error that says anything.
     """
-    used = [(np.array(x), np.array(y)) for x, y in zip(lives, values, strict=True) if len(y) > 1]
-    free = sum(len(y) for _, y in used) - len(used) - 1
-    if free < 1:
+    used = [np.array(life) - np.mean(life, axis=0) for life in lives if len(life) > 1]
+    free = sum(map(len, used)) - len(used) - 1
+    if free < FREE:
         return None
-    x = np.concatenate([one - one.mean() for one, _ in used])
-    y = np.concatenate([one - one.mean() for _, one in used])
+    x, y = np.concatenate(used).T
     gain = float(x @ y / (x @ x))
     return gain, float(np.sqrt(np.sum((y - gain * x) ** 2) / free / (x @ x)))

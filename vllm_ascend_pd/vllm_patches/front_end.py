@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's front end, from the moment at which it knows its configuration: only a D that takes tokens of others needs it.
+"""Changes to vLLM's front end of a D that takes tokens of others, made once its configuration is known.
 
-vLLM loads plug-ins in each process before there is a configuration, and gives connectors nothing in its API server. The
-first that is made there with a configuration is what processes its inputs.
+vLLM loads plug-ins in each process before there is a configuration, and makes no connector in its API server. The first
+object that it makes there of a configuration is what processes inputs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,31 @@ from vllm_ascend_pd.vllm_patches.wrapping import wrap
 log = logging.getLogger(__name__)
 
 
+def unfit() -> str:
+    """Return why vLLM's front end, which may be in another process, is not changed; empty: it is."""
+    return _unreachable() or one_by_one.unfit()
+
+
+def _unreachable() -> str:
+    from vllm import envs
+
+    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
+        return "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND) takes no changes from here"
+    try:
+        import vllm.v1.engine.input_processor  # noqa: F401
+    except ImportError as missing:
+        return f"this vLLM has {missing.name} elsewhere"
+    return ""
+
+
 def install(connector: str) -> str:
     """Wrap the making of vLLM's front end, once. Return why not; empty: it is wrapped.
 
     `connector`: the name of ours.
     """
-    try:
-        from vllm.v1.engine.input_processor import InputProcessor
-    except ImportError as missing:
-        return f"this vLLM has {missing.name} elsewhere"
+    if why := _unreachable():
+        return why
+    from vllm.v1.engine.input_processor import InputProcessor
 
     def around(original: Any) -> Any:
         def __init__(self: Any, vllm_config: Any, *args: Any, **named: Any) -> None:  # noqa: N807
@@ -57,7 +73,7 @@ def _connectors(transfer: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _prepare() -> None:
-    lacks = {"answers that go on do not come token by token": one_by_one.install()}
+    lacks = {"no answer goes on token by token": one_by_one.install()}
     if "vllm.v1.engine.async_llm" in sys.modules:  # else no server is here, and the import of one takes seconds
         lacks["streams of responses and messages do not go on elsewhere"] = token_reports.wrap_servers()
     for what, why in lacks.items():

@@ -22,8 +22,8 @@ _STATE = "pd_unmerged"  # on a queue
 _COLLECTOR = ("put", "get", "get_nowait")
 
 
-def install() -> str:
-    """Wrap the queues of vLLM's output processor, once. Return why not; empty: they are wrapped."""
+def unfit() -> str:
+    """Return why the queues of vLLM's output processor cannot be wrapped; empty: they can."""
     try:
         from vllm.outputs import RequestOutput
         from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -33,6 +33,15 @@ def install() -> str:
         not hasattr(RequestOutputCollector, name) for name in _COLLECTOR
     ):
         return "this vLLM's queues of outputs differ"
+    return ""
+
+
+def install() -> str:
+    """Wrap these queues, once. Return why not; empty: they are wrapped."""
+    if why := unfit():
+        return why
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
     for name, around in zip(_COLLECTOR, (_put, _get, _get_nowait), strict=True):
         wrap(RequestOutputCollector, name, around)
     return ""

@@ -20,7 +20,7 @@ from tools.bench_load_parts import client, figures, loads, overload, plot, pushe
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
-from tools.bench_load_parts.overload import AT_LIMIT, Phase
+from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
 from tools.bench_load_parts.pushed import PushedTurn
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 
@@ -256,18 +256,28 @@ def test_only_a_refusal_that_says_when_to_come_back_is_no_loss(
             await overload.ask(asking, "http://front/v1/completions", {"max_tokens": 2}, phase)
 
     asyncio.run(run())
-    assert (len(phase.ttft), len(phase.tpot), phase.refused) == (answered, answered, refused)
+    assert (len(phase.answers), phase.refused) == (answered, refused)
     assert [lost in why for why in phase.lost] == [True] * bool(lost)
 
 
 def test_times_under_overload_are_ratios_to_those_at_the_limit_of_the_same_turn() -> None:
     def turn(speed: float) -> dict[float, Phase]:
         return {
-            AT_LIMIT: Phase(AT_LIMIT, 10.0, 50.0, [55.0] * 20, [speed] * 20, [speed / 10] * 20),
-            10.0: Phase(10.0, 10.0, 0.0, [9.0] * 20 + [10.5] * 4, [1.5 * speed] * 24, [1.2 * speed / 10] * 24, 176),
+            AT_LIMIT: Phase(AT_LIMIT, 10.0, 50.0, [TimedEnd(55.0, speed, speed / 10)] * 16),
+            10.0: Phase(
+                10.0,
+                10.0,
+                0.0,
+                [
+                    *[TimedEnd(1.9, 99.0, 99.0)] * 3,  # it fills up
+                    *[TimedEnd(9.0, 1.5 * speed, 1.2 * speed / 10)] * 16,
+                    *[TimedEnd(10.5, 0.0, 0.0)] * 4,  # no more come
+                ],
+                177,
+            ),
         }
 
     rows = overload.table([turn(1.0), turn(3.0)])
-    assert rows[2].startswith("| at the limit | 40 | 2.00 (2.00–2.00) | 0 | 0 | 2.00, 2.00 | 200, 200 |  |  |")
+    assert rows[2].startswith("| at the limit | 32 | 32 | 2.00 (2.00–2.00) | 0 | 0 | 2.00, 2.00 | 200, 200 |  |  |")
     ratios = "1.50 (1.50–1.50), 1.50 (1.50–1.50) | 1.20 (1.20–1.20), 1.20 (1.20–1.20) | 0%"
-    assert rows[3] == f"| 10 times | 400 | 2.00 (2.00–2.00) | 352 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"
+    assert rows[3] == f"| 10 times | 400 | 32 | 2.00 (2.00–2.00) | 354 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_ascend_pd import plugin
-from vllm_ascend_pd.vllm_patches import one_by_one, token_reports
+from vllm_ascend_pd.vllm_patches import front_end, token_reports
 
 PLACES = (
     *((RequestOutputCollector, name) for name in ("put", "get", "get_nowait")),
@@ -89,18 +90,46 @@ def test_an_engine_without_a_server_imports_none(monkeypatch: pytest.MonkeyPatch
     assert changed() == {"put", "get", "get_nowait"}
 
 
-def test_what_is_another_one_there_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(one_by_one, "install", lambda: "it is another one")
-    monkeypatch.setattr(token_reports, "wrap_servers", lambda: "that too")
+def test_a_server_that_is_another_one_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_reports, "wrap_servers", lambda: "it is another one")
     InputProcessor(SimpleNamespace(kv_transfer_config=transfer(OURS, "kv_consumer")))  # type: ignore[arg-type]
-    said = {record.message.partition(": ")[2] for record in caplog.records if record.levelname == "WARNING"}
-    assert said == {
-        "answers that go on do not come token by token: it is another one",
-        "streams of responses and messages do not go on elsewhere: that too",
-    }
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith("streams of responses and messages do not go on elsewhere: it is another one")
 
 
-def test_a_release_without_it_serves_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.input_processor", None)
+def without_input_processor(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "vllm.v1.engine.input_processor", None)
+
+
+def with_another_queue(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(RequestOutputCollector, "get_nowait")
+
+
+def in_rust(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (without_input_processor, "this vLLM has vllm.v1.engine.input_processor elsewhere"),
+        (with_another_queue, "this vLLM's queues of outputs differ"),
+        (in_rust, "vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND) takes no changes from here"),
+    ],
+)
+def test_a_front_end_that_cannot_be_changed_is_said_in_both_processes(
+    other: Callable[[pytest.MonkeyPatch], None],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In the engine core an answer that goes on begins anew then (tests/unit/test_connector.py)."""
+    other(monkeypatch)
     plugin.register()
-    assert "no answer goes on token by token: this vLLM has vllm.v1.engine.input_processor elsewhere" in caplog.text
+    if other is with_another_queue:  # which no other engine is told of
+        assert "queues" not in caplog.text
+        InputProcessor(SimpleNamespace(kv_transfer_config=transfer(OURS, "kv_consumer")))  # type: ignore[arg-type]
+    assert f"no answer goes on token by token: {why}" in caplog.text
+    assert front_end.unfit() == why
