@@ -33,7 +33,7 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     if unknown := sorted({type(spec).__name__ for spec in specs}.difference(kinds.KNOWN)):
         yield not_proven(f"A KV cache of kind {', '.join(unknown)}", "Use a model with the kinds in docs/kinds.md.")
         return
-    windows, states = (any(map(found, specs)) for found in (kinds.is_window, kinds.is_state))
+    windows, states = (any(map(is_kind, specs)) for is_kind in (kinds.is_window, kinds.is_state))
     grouped = len(groups) > 1 or windows or states
     compressing = compat.is_vllm_ascend() and kinds.is_compressing(specs)
     if grouped and compat.is_vllm_ascend() and not compressing and not _proven_under_vllm_ascend(specs):

@@ -86,7 +86,7 @@ class Link:
         self._secret = 0  # index of the accepted secret to use, modulo their number
         self._refusal = ""
         self._lost: asyncio.Event = asyncio.Event()
-        self._again = False
+        self._reconnects = False
         self._closed = False
 
     @property
@@ -169,12 +169,12 @@ class Link:
             self._retry = self._loop.call_later(wait, self._wake_after_wait)
         else:
             self._state = LinkState.DIALLING
-            self._again = False
+            self._reconnects = False
             self._dial = self._loop.create_task(self._connect())
 
     def _wake_after_wait(self) -> None:
         self._retry = None
-        if self._queue or self._again:
+        if self._queue or self._reconnects:
             self._wake()
 
     async def _connect(self) -> None:
@@ -266,7 +266,7 @@ class Link:
             self._not_before = self._loop.time() + self._wait_s()
             if not self._closed:
                 self._context.count("reconnects")
-                self._again = True  # even with an empty queue: D's fence watches this connection
+                self._reconnects = True  # even with an empty queue: D's fence watches this connection
                 self._wake()
         else:
             self._failed(self._refusal or f"the connection ended during the greeting ({detail})")

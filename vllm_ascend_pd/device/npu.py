@@ -43,7 +43,7 @@ class NpuDevice:
         self._side: torch_npu.npu.Stream | None = None
         self._planning: torch_npu.npu.Stream | None = None
         self._model = threading.get_ident()  # the thread that runs the model
-        self._own = threading.local()
+        self._of_thread = threading.local()
 
     def record(self) -> _StreamEvent:
         return _StreamEvent()
@@ -68,11 +68,11 @@ class NpuDevice:
     def attach_thread(self) -> None:
         # The transfer engine takes the device from the ACL context of the calling thread.
         torch_npu.npu.set_device(self._index)
-        if threading.get_ident() == self._model or hasattr(self._own, "stream"):
+        if threading.get_ident() == self._model or hasattr(self._of_thread, "stream"):
             return
         # Without a stream of its own, a thread that reads device memory would wait for all work of the model.
-        self._own.stream = torch_npu.npu.Stream()
-        torch_npu.npu.set_stream(self._own.stream)
+        self._of_thread.stream = torch_npu.npu.Stream()
+        torch_npu.npu.set_stream(self._of_thread.stream)
 
     def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
         layout = int(torch_npu.get_npu_format(cache))

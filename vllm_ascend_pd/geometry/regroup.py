@@ -138,7 +138,7 @@ class RegroupPlanner:
                 like = alone[key] = self._slots(flow, jobs, received, through)
                 slots.extend(like)
             else:
-                p_head = self._own(heads)
+                p_head = self._first_head(heads)
                 slots.extend(_of_other_heads(slot, flow.lane.d_rank, heads, p_head) for slot in like)
         return RegroupPlan(self._rank, matrix, _stacked(send, len(CACHE_ROW)), tuple(slots))
 
@@ -218,10 +218,10 @@ class RegroupPlanner:
         sent[owners] = ends
         if not len(segments.jobs):
             return np.empty((0, len(CACHE_ROW)), dtype=np.int64)
-        p_head = self._own(heads)
+        p_head = self._first_head(heads)
         return cache_rows(self._p, flow.d, segments, begin, p_head, image, len(flow.lane.d_heads))
 
-    def _own(self, heads: range) -> int:
+    def _first_head(self, heads: range) -> int:
         """The place of these heads' first among this rank's."""
         return heads.start - self._p.head_range(self._rank).start
 
@@ -256,7 +256,7 @@ class RegroupPlanner:
         if self._rank not in arriving:
             heads = feed[self._rank]
             image = Image(len(d_heads), heads.start - d_heads.start, len(heads))
-            p_head = self._own(heads)
+            p_head = self._first_head(heads)
             own_rows = cache_rows(self._p, d, segments, begin, p_head, image, len(d_heads))
         received = []
         for source, regions in arriving.items():

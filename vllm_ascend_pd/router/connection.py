@@ -51,7 +51,7 @@ class CallerConnection(web.RequestHandler):
         self._version = HttpVersion11
         self._busy = False
         self._unread = self._seen = 0  # bytes; `_seen`: of that content
-        self._held = False  # too much waits behind the request in progress
+        self._stopped_reading = False  # too much waits behind the request in progress
         self._at_end = False  # the caller sends no more
         self._watched = -1  # descriptor, while it is known whether such a caller is there only by what is sent to it
 
@@ -80,8 +80,8 @@ class CallerConnection(web.RequestHandler):
         self._unread, self._seen = 0, request.content.total_bytes
         self._door.places.turn(self._place, Activity.BUSY)
         self._stop_waiting()
-        if self._held and self.transport is not None and not self.transport.is_closing():
-            self._held = False
+        if self._stopped_reading and self.transport is not None and not self.transport.is_closing():
+            self._stopped_reading = False
             self.transport.resume_reading()
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class CallerConnection(web.RequestHandler):
             # Behind a request complete heads may wait. The next begins only after the answer's end, so also in between
             # they are kept; a head that is not complete has its own deadline.
             if complete and self.answering is not None and self.transport is not None:
-                self._held = True
+                self._stopped_reading = True
                 self.transport.pause_reading()
                 if not self._busy and self._head_timer is None:
                     self._wait_for_head()

@@ -28,7 +28,7 @@ async def attend_each(fleet: Fleet, name: str, attend: Attend) -> None:
             for instance, task in list(tasks.items()):
                 if task.done() and not task.cancelled() and (problem := task.exception()) is not None:
                     log.error("%s failed, and is begun again in %g s", task.get_name(), _AGAIN_S, exc_info=problem)
-                    tasks[instance] = asyncio.create_task(_again(attend, instance), name=task.get_name())
+                    tasks[instance] = asyncio.create_task(_attend_again(attend, instance), name=task.get_name())
             await asyncio.sleep(_LOOK_EVERY_S)
     finally:
         for task in tasks.values():
@@ -36,6 +36,6 @@ async def attend_each(fleet: Fleet, name: str, attend: Attend) -> None:
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _again(attend: Attend, instance: Instance) -> None:
+async def _attend_again(attend: Attend, instance: Instance) -> None:
     await asyncio.sleep(_AGAIN_S)
     await attend(instance)

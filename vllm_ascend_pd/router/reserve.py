@@ -170,9 +170,9 @@ class PostedPrefill:
                 self._attempt.news.set()
                 self._restart(failed)
                 return self._failed(failed.noted, str(failed))
-        except (RequestOver, asyncio.CancelledError) as over:
+        except (RequestOver, asyncio.CancelledError) as ended:
             last = self._failed(_OVER, _OVER.detail)
-            if isinstance(over, RequestOver):
+            if isinstance(ended, RequestOver):
                 return last
             raise
         emit("meta.prefilled", ticket=self._attempt.ticket, transfer=self._transfer.id)

@@ -76,7 +76,7 @@ class HttpWire(ResponseHandler):
         self._requests = 0
         self._answer: aiohttp.StreamReader | None = None  # to the last request; None: its head has not come
         self._came = self._unread = self._seen = 0  # bytes: since the request, since progress, of the body
-        self._silence_s, self._heard, self._held = 0.0, 0.0, False
+        self._silence_s, self._heard, self._caller_is_slow = 0.0, 0.0, False
         self._look: asyncio.TimerHandle | None = None  # at the silence, before it can be too long
 
     def limit_silence(self, seconds: float) -> None:
@@ -88,7 +88,7 @@ class HttpWire(ResponseHandler):
     def _listen(self) -> None:
         """Fail if the silence is too long, else look when it can be. To set a timer costs more than to read a piece."""
         now, at_end = self._loop.time(), self._answer is not None and self._answer.is_eof()
-        left = (now if self._held else self._heard) + self._silence_s - now
+        left = (now if self._caller_is_slow else self._heard) + self._silence_s - now
         if self._look is not None:
             self._look.cancel()
         self._look = self._loop.call_later(left, self._listen) if left > 0 and not at_end else None
@@ -122,13 +122,13 @@ class HttpWire(ResponseHandler):
             self.set_exception(UpstreamError(HttpFailure.BROKEN, "a header of its answer does not end"))
 
     def pause_reading(self) -> None:
-        self._held = True
+        self._caller_is_slow = True
         super().pause_reading()
 
     def resume_reading(self, *more: Any, **named: Any) -> None:
         """Read on, if reading is paused: aiohttp calls this for every piece, and parses nothing each time."""
-        if self._held:
-            self._held, self._heard = False, self._loop.time()
+        if self._caller_is_slow:
+            self._caller_is_slow, self._heard = False, self._loop.time()
             super().resume_reading(*more, **named)
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -109,10 +109,10 @@ class Resolver:
         task = self._looking.get(host)
         if task is None:
             task = self._looking[host] = asyncio.get_running_loop().create_task(self._ask(host), name=f"name {host}")
-            task.add_done_callback(lambda done: self._over(host, done))
+            task.add_done_callback(lambda done: self._looked_up(host, done))
         return task
 
-    def _over(self, host: str, done: asyncio.Task[Hosts]) -> None:
+    def _looked_up(self, host: str, done: asyncio.Task[Hosts]) -> None:
         del self._looking[host]
         if not done.cancelled():
             done.exception()  # seen: nobody may be waiting for this look-up

@@ -63,7 +63,7 @@ class SimulatedEngine:
     def _forget(self) -> None:
         self._life = object()
         self._inside: dict[object, int] = {}  # requests with the tokens that they hold
-        self._held = 0
+        self._tokens_held = 0
         self._outside: OrderedDict[object, tuple[int, Callable[[], None]]] = OrderedDict()
         self._prompts: dict[object, Prefilling] = {}
         self._answers: dict[object, Callable[[], None]] = {}
@@ -78,12 +78,12 @@ class SimulatedEngine:
     def _admit(self) -> None:
         while self._outside:
             request, (tokens, then) = next(iter(self._outside.items()))
-            full = self._held + tokens > self._sizes.cache_tokens or len(self._inside) >= self._sizes.at_once
+            full = self._tokens_held + tokens > self._sizes.cache_tokens or len(self._inside) >= self._sizes.at_once
             if self._inside and full:
                 return
             del self._outside[request]
             self._inside[request] = tokens
-            self._held += tokens
+            self._tokens_held += tokens
             then()
 
     def leave(self, request: object) -> None:
@@ -91,7 +91,7 @@ class SimulatedEngine:
         self._outside.pop(request, None)
         self._prompts.pop(request, None)
         self._answers.pop(request, None)
-        self._held -= self._inside.pop(request, 0)
+        self._tokens_held -= self._inside.pop(request, 0)
         self._admit()
 
     def prefill(self, request: object, tokens: int, chain: Sequence[int], done: Callable[[], None]) -> None:

@@ -72,7 +72,7 @@ class Staging:
         self.count = memory.numel() // self.stride  # constant
         self._memory, self._quota = memory, quota
         self._free = list(range(self.count))
-        self._held: Counter[Hashable] = Counter()  # by destination
+        self._taken: Counter[Hashable] = Counter()  # by destination
         self._wait_left: dict[Hashable, float] = {}  # time left to wait in this step, by destination
         self._until: dict[Hashable, float] = {}  # end of the wait, by destination that is being waited for
         self._stalled: set[Hashable] = set()  # waited for in vain, and no slot came back since
@@ -93,7 +93,7 @@ class Staging:
 
     def new_step(self) -> None:
         """Start a step: exchanges may wait for slots again, except for destinations that are stalled."""
-        self._stalled = {destination for destination in self._stalled if self._held[destination]}
+        self._stalled = {destination for destination in self._stalled if self._taken[destination]}
         self._wait_left = dict.fromkeys(self._stalled, 0.0)
         self._until.clear()
 
@@ -121,17 +121,17 @@ class Staging:
         if not self.room(destination):
             return None
         number = self._free.pop()
-        self._held[destination] += 1
+        self._taken[destination] += 1
         return StagingSlot(number, destination, self._memory[number * self.stride : (number + 1) * self.stride])
 
     def release(self, slot: StagingSlot) -> None:
         """Take back a slot whose writes are over, or were never started."""
         self._free.append(slot.number)
-        self._held[slot.destination] -= 1
+        self._taken[slot.destination] -= 1
         self._stalled.discard(slot.destination)
-        if self._held[slot.destination] <= 0:
-            del self._held[slot.destination]
+        if self._taken[slot.destination] <= 0:
+            del self._taken[slot.destination]
 
     def room(self, destination: Hashable) -> int:
         """Return how many slots this destination could take now."""
-        return max(0, min(len(self._free), self._quota - self._held[destination]))
+        return max(0, min(len(self._free), self._quota - self._taken[destination]))

@@ -158,7 +158,7 @@ class StreamState:
         self._answer = 0  # tokens that the client has
         self._repeats: RepeatedAnswer | None = None
         self._said = 0  # tokens of the D that repeats the answer
-        self._held: list[dict[str, Any]] = []  # what lies beyond in some part, while another is still repeated
+        self._not_passed: list[dict[str, Any]] = []  # what lies beyond in some part, while another is still repeated
 
     @property
     def size(self) -> int:
@@ -212,7 +212,7 @@ class StreamState:
                 raise NotContinued(f"it went on {MAX_TIMES} times")
             self.times += 1
         self._first, self.given, self.cut = False, len(self.ids), None
-        self._repeats, self._held, self._said = RepeatedAnswer(self._seen), [], 0
+        self._repeats, self._not_passed, self._said = RepeatedAnswer(self._seen), [], 0
         return came
 
     def tokens(self, prompt: str) -> list[int] | None:
@@ -374,10 +374,10 @@ class StreamState:
             choice |= {name: _PARTS[name] for name in parts} | beyond
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
-            self._held.append(said)
+            self._not_passed.append(said)
         if not repeats.caught_up:
             return b""
-        events, self._held, self._repeats = self._held, [], None
+        events, self._not_passed, self._repeats = self._not_passed, [], None
         return b"".join(map(self._passed, events))
 
     def _take_metrics(self, said: dict[str, Any]) -> None:

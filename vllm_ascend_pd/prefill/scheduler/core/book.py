@@ -194,7 +194,7 @@ class PushBook(RequestRules):
         if not (sealed and holds_blocks):
             self._withdraw(record)  # of a push that no worker has received D learns by the answer, or a message
         if collected and holds_blocks and well:
-            refusal = PdError("PD-META-028", count=self._held)
+            refusal = PdError("PD-META-028", count=self._held_sources)
         self._on(record, self._end_event(record, holds_blocks=holds_blocks, well=well), now, why)
         if record.state is s.HELD:
             return RequestEnding(blocks_held=True, source=record)
@@ -207,7 +207,7 @@ class PushBook(RequestRules):
         if not well or (record.state is RequestState.COLLECTING and record.computed < record.prompt[0]):
             return RequestEvent.ABORTED
         h = self._holding
-        room = self._held < h.sources and self._held_blocks + record.size <= h.blocks
+        room = self._held_sources < h.sources and self._held_blocks + record.size <= h.blocks
         return RequestEvent.ENDED if room or record.target is not None else RequestEvent.ENDED_TOO_MANY
 
     def released(self, request_id: str) -> bool:
@@ -368,7 +368,7 @@ class PushBook(RequestRules):
     def counts(self) -> Mapping[str, int]:
         return {
             "sources": len(self._sources),
-            "held": self._held,
+            "held": self._held_sources,
             "held_blocks": self._held_blocks,
             "waiting": self._waiting,
             "names": len(self._names),

@@ -55,7 +55,7 @@ class RequestRules:
         self._seen: dict[TransferId, None] = {}  # oldest first, bounded
         self._remembered = remembered
         self._agenda: Agenda[PushRequest] = Agenda()
-        self._held = self._held_blocks = self._waiting = 0
+        self._held_sources = self._held_blocks = self._waiting = 0
         self._outbox: list[tuple[Hashable, Meeting]] = []
         self._orders = StepOrders()
         self._number = self._looks = 0
@@ -82,7 +82,7 @@ class RequestRules:
         s, after = RequestState, record.state
         if before is not after:
             change = (after is s.HELD) - (before is s.HELD)
-            self._held += change
+            self._held_sources += change
             self._held_blocks += change * record.size
             self._waiting += (after is s.WAITING) - (before is s.WAITING)
             if record.until is not None:
