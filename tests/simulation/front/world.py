@@ -380,6 +380,7 @@ class FrontWorld:
                 "bytes": worker.intake.held_bytes,
                 "calls": max(0, len(worker.upstream._replies) - len(list(worker.fleet))),  # but for the probes
                 "kept": front.kept_bytes,
+                "canaries": len(worker.canary._in_flight),  # one may have been sent out, and not have begun yet
             }  # fmt: skip
             if left := {name: count for name, count in held.items() if count}:
                 return str(left)
