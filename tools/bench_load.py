@@ -162,20 +162,8 @@ def _parsed() -> argparse.Namespace:
     if longest > MODEL_LEN:
         parser.error(f"{longest} tokens do not fit into the model's {MODEL_LEN}")
     numbers = (*args.rates, *args.clients, *args.chats, *args.speeds, args.trace_lengths, args.seconds, args.repeats)
-    if (
-        min(
-            *numbers,
-            *args.push,
-            *args.overload,
-            *args.streams,
-            args.admit,
-            args.prompt,
-            args.answer,
-            args.turn,
-            args.pushed,
-        )
-        <= 0
-    ):
+    numbers += (*args.push, *args.streams, args.pushed, *args.overload, args.admit)
+    if min(*numbers, args.prompt, args.answer, args.turn) <= 0:
         parser.error("numbers are above 0")
     return args
 

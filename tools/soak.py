@@ -16,7 +16,6 @@ A run that was ended goes on at its last pause if it is started with the same fl
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
 from tools.support.models import ROOT, ensure
+from tools.support.previous import git
 from tools.support.soaking import OtherSoak, Soak
 from tools.support.spec import EngineSpec
 
@@ -56,14 +56,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-restart", action="store_true", help="do not restart prefill")
     parser.add_argument("--kills", action="store_true", help="kill P and two D's again and again (SIGKILL)")
     return parser.parse_args()
-
-
-def state_of_code() -> str:
-    """Return what the package's files are, by git's name of them."""
-    asked = subprocess.run(
-        ["git", "rev-parse", "HEAD:vllm_ascend_pd"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip() or "no repository"
 
 
 class SoakSite:
@@ -141,9 +133,8 @@ def main() -> int:
             salted=False,
             half_way=None if args.no_restart or args.kills else site.restart,
             kill=site.kill if args.kills else None,
-            kept=ROOT
-            / "out/soak"
-            / f"{args.prompts}-{args.at_once}-{args.seed}-{args.rests}{'-kills' * args.kills}.json",
+            kept=ROOT / "out/soak-kept.json",
+            made_by=f"{vars(args)} at {git('rev-parse', 'HEAD:vllm_ascend_pd').stdout.decode().strip()}",
             at_once=args.at_once,
             rests=args.rests,
             seed=args.seed,

@@ -97,6 +97,11 @@ def spread(points: Iterable[MeasuredPoint], key: str) -> tuple[float, float, flo
     return (statistics.median(values), min(values), max(values)) if values else None
 
 
+def ranged(values: Sequence[float], digits: int = 2) -> str:
+    """Return median (lowest–highest)."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
 def of(points: Sequence[MeasuredPoint], system: str, case: LoadCase) -> list[MeasuredPoint]:
     return [one for one in points if (one.system, one.case) == (system, case)]
 

@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
+from tools.bench_load_parts.figures import ranged
 from tools.bench_load_parts.systems import MODEL, LoadedSystem, started
-from tools.support.checks import settled_free_blocks
+from tools.support.checks import settled_free_blocks, wait_for_free_blocks
 from tools.support.client import TIMEOUT, RequestFailed, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.models import RECIPES
+from tools.support.soaking import OPEN
 
 AT_LIMIT = 0.0  # the phase of closed loops
 FILLS = 0.2  # share of a phase in which the pair fills up
 COME_AGAIN_S = 0.05  # a refused client of a closed loop: its place was not free yet
-SETTLED_S = 60.0  # until all blocks are free behind a phase
 LOOK_S = 0.5
 TIMES = ("ttft", "tpot")
 USED = "vllm:kv_cache_usage_perc"
-OPEN = "vllm:ascend_pd_reservations_open"
 
 
 class TimedEnd(NamedTuple):
@@ -189,16 +189,11 @@ async def _watch(pair: LoadedSystem, phase: Phase) -> None:
 
 def _left(pair: LoadedSystem, free: Mapping[str, int]) -> list[str]:
     """Wait until nothing is left of a phase. Return what is."""
-    until = time.monotonic() + SETTLED_S
-    while True:
-        now = {engine.name: settled_free_blocks(engine) for engine in pair.engines}
-        left = [
-            f"{name}: {now[name]} free blocks, {count} before" for name, count in free.items() if now[name] != count
-        ]
-        left += [f"{d.name}: {number:g} open" for d in pair.decodes if (number := d.metrics().get(OPEN, 0.0))]
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(LOOK_S)
+    try:
+        wait_for_free_blocks(pair.engines, free)
+    except AssertionError as left:
+        return [str(left)]
+    return [f"{d.name}: {number:g} open" for d in pair.decodes if (number := d.metrics().get(OPEN, 0.0))]
 
 
 def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
@@ -215,7 +210,7 @@ def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
             return f"{statistics.median(one.percentile(name, percent) for one in mine) * unit:.{digits}f}"
 
         def ratios(name: str, percent: float, factor: float = factor) -> str:
-            return _spread(
+            return ranged(
                 [one[factor].percentile(name, percent) / one[AT_LIMIT].percentile(name, percent) for one in turns]
             )
 
@@ -223,7 +218,7 @@ def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
             "at the limit" if factor == AT_LIMIT else f"{factor:g} times",
             f"{sum(len(one.answers) + one.refused + one.lost.total() for one in mine)}",
             f"{sum(len(one.counted) for one in mine)}",
-            _spread([one.rate for one in mine]),
+            ranged([one.rate for one in mine]),
             f"{sum(one.refused for one in mine)}",
             f"{sum(one.lost.total() for one in mine)}",
             f"{middle('ttft', 50, 1, 2)}, {middle('ttft', 99, 1, 2)}",
@@ -233,10 +228,6 @@ def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def written(turns: Sequence[Mapping[float, Phase]]) -> str:

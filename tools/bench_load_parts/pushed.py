@@ -18,6 +18,7 @@ from itertools import pairwise
 import httpx
 import numpy as np
 
+from tools.bench_load_parts.figures import ranged
 from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, started
 from tools.support.client import TIMEOUT, TimedAnswer, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
@@ -164,12 +165,8 @@ def table(turns: Sequence[tuple[str, PushedTurn]], names: Mapping[str, str]) -> 
                 statistics.median(float(np.percentile(one.gaps[number], percent)) for one in mine) * 1e3
                 for percent in (50, 99)
             ]
-            ratios = [_spread([one.ratio(number, percent) for one in mine]) for percent in (50, 99)]
+            ratios = [ranged([one.ratio(number, percent) for one in mine]) for percent in (50, 99)]
             pushed = sum(one.pushed[number] for one in mine)
             cells = [names[system], f"{streams}", f"{number}", f"{pushed}", f"{times[0]:.1f}", f"{times[1]:.1f}"]
             rows.append(f"| {' | '.join([*cells, *(ratios if number else ('', ''))])} |")
     return rows
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"

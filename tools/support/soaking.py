@@ -417,10 +417,9 @@ def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]
 
     None: there are too few for an error that says anything.
     """
-    used = [np.array(life) - np.mean(life, axis=0) for life in lives if len(life) > 1]
-    free = sum(map(len, used)) - len(used) - 1
+    free = sum(map(len, lives)) - len(lives) - 1
     if free < FREE:
         return None
-    x, y = np.concatenate(used).T
+    x, y = np.concatenate([np.array(life) - np.mean(life, axis=0) for life in lives]).T
     gain = float(x @ y / (x @ x))
     return gain, float(np.sqrt(np.sum((y - gain * x) ** 2) / free / (x @ x)))
