@@ -26,8 +26,8 @@ LISTED = {
 
 def unlisted(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> list[str]:
     """Return a line for each skipped or expected failure whose reason is not listed."""
-    found = {(report.nodeid, _reason(report)): None for report in reports}
-    return [f"{name}: {reason}" for name, reason in found if not reason.startswith(tuple(LISTED))]
+    skipped = {(report.nodeid, _reason(report)): None for report in reports}
+    return [f"{name}: {reason}" for name, reason in skipped if not reason.startswith(tuple(LISTED))]
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -22,14 +22,14 @@ LONGEST_S = 0.05
 
 def start(seed: int) -> None:
     """Pause in every thread that starts from now on."""
-    own = threading.local()
+    per_thread = threading.local()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         if not frame.f_code.co_filename.startswith(PACKAGE) or event not in ("call", "return"):
             return
-        if not hasattr(own, "chance"):
-            own.chance = random.Random(f"{seed} {threading.current_thread().name}")
-        if own.chance.random() < SHARE:
-            time.sleep(own.chance.random() * LONGEST_S)
+        if not hasattr(per_thread, "chance"):
+            per_thread.chance = random.Random(f"{seed} {threading.current_thread().name}")
+        if per_thread.chance.random() < SHARE:
+            time.sleep(per_thread.chance.random() * LONGEST_S)
 
     threading.setprofile(called)

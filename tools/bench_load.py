@@ -16,10 +16,11 @@ tokens of prompts that engines computed, for each that was in no earlier prompt 
 that P wrote for each of KV that D lacked.
 
 With --push nothing of this runs, but streams on a pair's D while prompts are pushed into it: the gaps between their
-tokens as ratios to those without a push. With --overload it is a pair under multiples of what it can do: how those
-requests fare that it accepts, and that all others are refused.
+tokens as ratios to those without a push. With --destinations it is the time of P's steps while it pushes to so many
+D's. With --overload it is a pair under multiples of what it can do: how those requests fare that it accepts, and that
+all others are refused.
 
-A run without these two that was ended goes on where it was if it is started with the same flags (--out).
+A run without these three that was ended goes on where it was if it is started with the same flags (--out).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.bench_load_parts import client, figures, overload, plot, pushed
+from tools.bench_load_parts import client, destinations, figures, overload, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
@@ -48,6 +49,7 @@ from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, read
 
 IDLE_REQUESTS = 5
 MODEL_LEN = 2048
+MOST_DESTINATIONS = 16
 # What all points of a folder have in common: the same load is the same requests, and good means the same.
 SETTINGS = ("prompt", "answer", "turn", "seconds", "trace", "trace_lengths", "ttft_times", "tpot_times", "kv_mib")
 
@@ -56,6 +58,8 @@ def main() -> int:
     args = _parsed()
     if args.push:
         return pushed.run(args)
+    if args.destinations:
+        return destinations.run(args)
     if args.overload:
         return overload.run(args)
     trace = read(args.trace.read_text()) if args.trace else []
@@ -134,6 +138,20 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
     parser.add_argument("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
     parser.add_argument(
+        "--alone", action="store_true", help="with --push: phases, too, in which P computes such prompts for nobody"
+    )
+    parser.add_argument("--p-tp", type=int, default=1, help="with --push: P's ranks, on one core (default: 1)")
+    parser.add_argument("--regroup", action="store_true", help="with --push: P's ranks exchange heads before they push")
+    parser.add_argument("--verify", action="store_true", help="with --push: D checks every block that came")
+    parser.add_argument(
+        "--destinations",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="P's steps while it pushes to so many D's, which have one core",
+    )
+    parser.add_argument(
         "--overload",
         type=float,
         nargs="+",
@@ -162,9 +180,13 @@ def _parsed() -> argparse.Namespace:
     if longest > MODEL_LEN:
         parser.error(f"{longest} tokens do not fit into the model's {MODEL_LEN}")
     numbers = (*args.rates, *args.clients, *args.chats, *args.speeds, args.trace_lengths, args.seconds, args.repeats)
-    numbers += (*args.push, *args.streams, args.pushed, *args.overload, args.admit)
+    numbers += (*args.push, *args.streams, args.pushed, args.p_tp, *args.destinations, *args.overload, args.admit)
     if min(*numbers, args.prompt, args.answer, args.turn) <= 0:
         parser.error("numbers are above 0")
+    if max(args.destinations, default=1) > MOST_DESTINATIONS:
+        parser.error(f"--destinations takes at most {MOST_DESTINATIONS}, each of them an engine")
+    if args.regroup and args.p_tp == 1:
+        parser.error("--regroup needs --p-tp of at least 2")
     return args
 
 

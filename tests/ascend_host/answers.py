@@ -3,11 +3,11 @@
 
     python tests/ascend_host/answers.py MODEL_DIRECTORY '{"more": "arguments of vllm.LLM"}' QUESTIONS.json ANSWERS.json
 
-QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens, again], which are asked at once. Afterwards
-the prompt with the first n tokens of its answer is asked alone, for each n of `again`.
+QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens, begun], which are asked at once. Afterwards
+the prompt with the first n tokens of its answer is asked alone, for each n of `begun`.
 
 ANSWERS.json has the `answers`, how many `cached` tokens each found, and of how many `drafted` tokens were `accepted`.
-An answer is a list of steps, [token, {token: log-probability} of the best]: its own, then one for each of `again`.
+An answer is a list of steps, [token, {token: log-probability} of the best]: its own, then one for each of `begun`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> None:
 
     answers, cached = [], []
     for batch in json.loads(Path(questions).read_text()):
-        prompts, tokens, again = zip(*batch, strict=True)
-        for prompt, (steps, found), counts in zip(prompts, ask(list(prompts), list(tokens)), again, strict=True):
+        prompts, tokens, begun = zip(*batch, strict=True)
+        for prompt, (steps, hits), counts in zip(prompts, ask(list(prompts), list(tokens)), begun, strict=True):
             answer = [token for token, _ in steps]
             for count in counts:
                 steps.extend(ask([prompt + answer[:count]], [1])[0][0])
             answers.append(steps)
-            cached.append(found)
+            cached.append(hits)
     counted = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
     drafts = {
         "drafted": counted.get(f"{DRAFTS}_draft_tokens", 0),

@@ -463,8 +463,8 @@ def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
     """The tests' models say the same number; a shorter prompt is attended to as a whole."""
     from vllm_ascend.attention import sfa_v1
 
-    places = 3 if OLDER else 2
-    assert inspect.getsource(sfa_v1.DeviceOperator.indexer_select_post_process).count("sparse_count=2048") == places
+    uses = 3 if OLDER else 2
+    assert inspect.getsource(sfa_v1.DeviceOperator.indexer_select_post_process).count("sparse_count=2048") == uses
 
 
 @assumption

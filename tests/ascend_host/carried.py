@@ -62,7 +62,7 @@ def main() -> None:
         carrier.plan = carrier.NextRequest(load=behind, without=without)
         return ask(prompt, tokens)
 
-    found = []
+    results = []
     for length in lengths:
         chance = random.Random(length)
         prompt = [chance.randrange(3, 500) for _ in range(length)]
@@ -77,8 +77,8 @@ def main() -> None:
                 left_out: _off(continued(whole, behind, TOKENS - more, left_out), wanted)
                 for left_out in ("", *(LEFT_OUT if length in at else ()))
             }
-            found.append([length, behind, off])
-    print(json.dumps(found))
+            results.append([length, behind, off])
+    print(json.dumps(results))
 
 
 def _off(answer: Answer, wanted: Answer) -> float:

@@ -210,10 +210,10 @@ class Engines:
 
     def specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
         """Return P and all servers of D, for a metaserver at `url`, and the engine alone if the set has one."""
-        found = self._specs(machine, cluster, url)
+        specs = self._specs(machine, cluster, url)
         if self.in_int8:
-            found.append(self._engine(machine, "alone", "plain", self.alone, {}, UNCUT))
-        return [_noted(spec, cluster) for spec in found] if machine.stands_in else found
+            specs.append(self._engine(machine, "alone", "plain", self.alone, {}, UNCUT))
+        return [_noted(spec, cluster) for spec in specs] if machine.stands_in else specs
 
     def _specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
         p, d = self.p, self.d
@@ -236,8 +236,8 @@ class Engines:
         tokens divided in another order, and one that has a shared expert whole rounds once.
         """
         merges = self.p.dcp * self.p.pcp != self.d.dcp
-        again = any("num-gpu-blocks" in flag for flag in self.d.flags)
-        otherwise = not self.one_way and (merges or again)
+        recomputes = any("num-gpu-blocks" in flag for flag in self.d.flags)
+        otherwise = not self.one_way and (merges or recomputes)
         otherwise = otherwise or (self.dtype == "bfloat16" and self.p.sums != self.d.sums)
         if not otherwise:
             return AnswerTally(limit=EQUAL)

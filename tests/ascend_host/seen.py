@@ -41,8 +41,8 @@ class DeviceProcess:
 
 def processes(folder: Path) -> list[DeviceProcess]:
     """Return the processes that used the device."""
-    found = [_read(path) for path in sorted(folder.iterdir())]
-    return [process for process in found if process.operators]
+    all_processes = [_read(path) for path in sorted(folder.iterdir())]
+    return [process for process in all_processes if process.operators]
 
 
 def _read(path: Path) -> DeviceProcess:

@@ -76,8 +76,8 @@ SETS = [*PUT_BY_BOTH, *PUT_BY_P]
 
 @pytest.fixture(scope="module", params=SETS, ids=str)
 def engines(request: pytest.FixtureRequest) -> BesidePool:
-    found: BesidePool = request.param
-    return found
+    engine_set: BesidePool = request.param
+    return engine_set
 
 
 @pytest.fixture(scope="module")

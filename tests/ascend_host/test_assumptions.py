@@ -27,16 +27,16 @@ OF = "of"  # its decorator for one release
 
 def names(release: str) -> list[str]:
     """Return the assumptions about a release."""
-    found = []
+    assumptions = []
     for function in ast.parse(PROGRAM.read_text()).body:
         for decorator in function.decorator_list if isinstance(function, ast.FunctionDef) else ():
             if isinstance(decorator, ast.Call):
                 about = [argument.value for argument in decorator.args if isinstance(argument, ast.Constant)]
                 assert isinstance(decorator.func, ast.Name) and decorator.func.id == OF and len(about) == 1
-                found += [function.name] if about == [release] else []
+                assumptions += [function.name] if about == [release] else []
             else:
-                found.append(function.name)
-    return found
+                assumptions.append(function.name)
+    return assumptions
 
 
 def checked(build: HostBuild) -> dict[str, str]:

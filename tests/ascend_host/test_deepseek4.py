@@ -107,8 +107,8 @@ def assert_close(differences: list[float]) -> None:
 
 
 def test_answers_are_those_of_transformers(alone: list[Steps], transformers: Any) -> None:
-    found = [off_from(transformers, prompt(n), steps) for n, steps in zip(LENGTHS, alone, strict=False)]
-    assert_close([each for one in found for each in one])
+    differences = [off_from(transformers, prompt(n), steps) for n, steps in zip(LENGTHS, alone, strict=False)]
+    assert_close([each for one in differences for each in one])
 
 
 def test_a_long_answer_is_that_of_transformers(alone: list[Steps], transformers: Any) -> None:
@@ -122,8 +122,8 @@ def test_decoding_continues_as_a_fresh_prompt_would(alone: list[Steps]) -> None:
     assert max(differences) < 0.01
 
 
-def assert_equal(found: list[Steps], others: list[Steps]) -> None:
-    for steps, same in zip(found, others, strict=True):
+def assert_equal(answers: list[Steps], others: list[Steps]) -> None:
+    for steps, same in zip(answers, others, strict=True):
         assert [token for token, _ in steps] == [token for token, _ in same]
         assert max(off(steps, same)) < 0.01
 
@@ -135,9 +135,9 @@ def test_chunks_neighbours_and_block_sizes_change_nothing(ask: Ask, alone: list[
 
 
 def test_two_ranks_answer_as_one(ask: Ask, alone: list[Steps], transformers: Any) -> None:
-    found = ask([[one] for one in each_length()], tensor_parallel_size=2).answers
+    answers = ask([[one] for one in each_length()], tensor_parallel_size=2).answers
     assert_close(
-        [each for n, steps in zip(LENGTHS, found, strict=True) for each in off_from(transformers, prompt(n), steps)]
+        [each for n, steps in zip(LENGTHS, answers, strict=True) for each in off_from(transformers, prompt(n), steps)]
     )
 
 
@@ -145,10 +145,10 @@ def test_drafts_change_no_answer_and_most_are_accepted(ask: Ask) -> None:
     """The draft layer has a window of its own; the model's last layer, which it is made from, decides nearly all."""
     without = ask([[one] for one in each_length()], "dsv4-mtp")
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    found = ask([[one] for one in each_length()], "dsv4-mtp", speculative_config=drafts)
-    assert_equal(found.answers, without.answers)
-    print(f"{found.accepted} of {found.drafted} accepted")
-    assert found.accepted > found.drafted / 2
+    drafted = ask([[one] for one in each_length()], "dsv4-mtp", speculative_config=drafts)
+    assert_equal(drafted.answers, without.answers)
+    print(f"{drafted.accepted} of {drafted.drafted} accepted")
+    assert drafted.accepted > drafted.drafted / 2
 
 
 def test_a_cached_prefix_changes_nothing(ask: Ask) -> None:
@@ -156,11 +156,11 @@ def test_a_cached_prefix_changes_nothing(ask: Ask) -> None:
     whole = (prompt(4300), TOKENS, [])
     other = (prompt(4300)[:4150] + prompt(60), TOKENS, [])
     sizes = {"max_model_len": 8192, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20, "block_size": 32}
-    found = ask([[other], [whole], [whole], [other]], **sizes)
-    assert found.cached == [0, 4096, 4096, 4096]
+    with_prefixes = ask([[other], [whole], [whole], [other]], **sizes)
+    assert with_prefixes.cached == [0, 4096, 4096, 4096]
     afresh = ask([[whole]], **sizes, enable_prefix_caching=False)
-    assert_equal(found.answers[:2], [found.answers[3], found.answers[2]])
-    assert_equal(afresh.answers, found.answers[2:3])
+    assert_equal(with_prefixes.answers[:2], [with_prefixes.answers[3], with_prefixes.answers[2]])
+    assert_equal(afresh.answers, with_prefixes.answers[2:3])
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -171,9 +171,9 @@ def test_these_entries_are_needed_to_continue_and_no_others(older: HostBuild, bl
     """
     lengths, all_used = [2, 3, 4, 5, 8, 9, 33, 64, 121, 127, 128, 129, 130, 132, 250, 257], [250]
     words = (str(ensure("dsv4")), str(block), json.dumps(lengths), json.dumps(all_used))
-    found = json.loads(said(run(older, str(HERE / "carried.py"), *words)))
-    assert [(length, behind) for length, behind, _ in found] == [(n, m) for n in lengths for m in (n - 1, n)]
-    for length, _, off in found:
+    results = json.loads(said(run(older, str(HERE / "carried.py"), *words)))
+    assert [(length, behind) for length, behind, _ in results] == [(n, m) for n in lengths for m in (n - 1, n)]
+    for length, _, off in results:
         assert off.pop("") == 0
         assert len(off) == (7 if length in all_used else 0)
         assert all(each == math.inf for each in off.values()), (length, off)

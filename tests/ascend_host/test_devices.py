@@ -36,9 +36,9 @@ def of(build: HostBuild) -> Machine:
 
 def ranks(engine: EngineProcess) -> list[DeviceProcess]:
     """Return the notes of an engine's two ranks, by their device."""
-    found = sorted(processes(Path(engine.spec.environment["STAND_IN_NOTES"])), key=DeviceProcess.device)
-    assert [rank.device() for rank in found] == [0, 1]
-    return found
+    rank_processes = sorted(processes(Path(engine.spec.environment["STAND_IN_NOTES"])), key=DeviceProcess.device)
+    assert [rank.device() for rank in rank_processes] == [0, 1]
+    return rank_processes
 
 
 def ours(rank: DeviceProcess) -> list[DeviceUse]:
@@ -59,13 +59,13 @@ def test_our_threads_use_their_ranks_device(
         for side, engine in (("p", pair.prefill), ("d", *pair.decode)):
             assert isinstance(engine, EngineProcess)
             for rank in ranks(engine):
-                found = ours(rank)
-                kinds = {"-".join(use.thread.split("-")[:2]) for use in found}
+                uses = ours(rank)
+                kinds = {"-".join(use.thread.split("-")[:2]) for use in uses}
                 strays = sorted(
-                    f"{use.thread}: {use.call} on {use.device}" for use in found if use.device != rank.device()
+                    f"{use.thread}: {use.call} on {use.device}" for use in uses if use.device != rank.device()
                 )
                 progress(
-                    f"figure: {side} rank {rank.device()}: {len(found)} calls of {sorted(kinds)}, elsewhere: {strays}"
+                    f"figure: {side} rank {rank.device()}: {len(uses)} calls of {sorted(kinds)}, elsewhere: {strays}"
                 )
                 assert kinds >= KINDS[side]
                 assert bool(strays) is (planted and rank.device() == 1), strays

@@ -153,8 +153,8 @@ for lengths in ([3, 99], [128, 1]):
         torch.npu.graph_task_update_end(other)
         updated.record(other)
     replayed = out.cpu()
-    again, _ = attend(q, keys, keys, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths, **fixed)
-    assert torch.equal(replayed, again.cpu())
+    direct, _ = attend(q, keys, keys, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths, **fixed)
+    assert torch.equal(replayed, direct.cpu())
 print("as captured")
 """
 

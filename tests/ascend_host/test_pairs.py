@@ -333,10 +333,10 @@ def switched(engines: Engines, pair: Pair) -> None:
 def kernels(engines: Engines, pair: Pair) -> None:
     """Each rank of P gathers with our kernels where the set says so, and nowhere else."""
     check(engines, pair, [2 * BLOCK])
-    own = engines.p.keys.get("regroup_kernels") == "own"
+    own_kernels = engines.p.keys.get("regroup_kernels") == "own"
     for rank in noted(pair.prefill):
         pair.cluster.progress(f"figure: {engines}: kernels of a rank: {sorted(rank.kernels)}")
-        assert ("vapd_gather" in rank.kernels) is own, rank.kernels
+        assert ("vapd_gather" in rank.kernels) is own_kernels, rank.kernels
 
 
 def noted(engine: RunningServer) -> list[DeviceProcess]:
@@ -349,8 +349,8 @@ def balanced(engines: Engines, pair: Pair) -> None:
     """Each engine has found a better place for some experts while it answered."""
     for engine in (pair.prefill, pair.decode[0]):
         log = engine.log.read_text(errors="replace")
-        found = re.findall(r"Expert hotness imbalance, current: mean=(\S+) .*, updated: mean=(\S+) ", log)
-        assert any(float(updated) < float(current) for current, updated in found), (engine.name, found)
+        imbalances = re.findall(r"Expert hotness imbalance, current: mean=(\S+) .*, updated: mean=(\S+) ", log)
+        assert any(float(updated) < float(current) for current, updated in imbalances), (engine.name, imbalances)
 
 
 def state_prefixes(engines: Engines, pair: Pair) -> None:
@@ -359,8 +359,8 @@ def state_prefixes(engines: Engines, pair: Pair) -> None:
     D keeps the attention that it has of a prefix, also where it has no state, and loads the state with the rest.
     """
     dropped = HYBRID_BLOCK if engines.draft else 0
-    own = pair.check_prefix_of_states(HYBRID_BLOCK, dropped=dropped)
-    assert own == [2 * HYBRID_BLOCK - dropped] * 3 or engines.d.dp > 1, own  # the other rank has nothing
+    d_prefixes = pair.check_prefix_of_states(HYBRID_BLOCK, dropped=dropped)
+    assert d_prefixes == [2 * HYBRID_BLOCK - dropped] * 3 or engines.d.dp > 1, d_prefixes  # the other rank has nothing
 
 
 def long_prefixes(engines: Engines, pair: Pair) -> None:
@@ -426,8 +426,8 @@ def offloaded(engines: Engines, pair: Pair) -> None:
     preempted(engines, pair)
     log = pair.decode[0].log.read_text(errors="replace")
     kept = set(re.findall(r"Created preempt offload state for request (\S+):", log))
-    again = set(re.findall(r"Prepared preempt offload H2D load for request (\S+):", log))
-    assert again and again <= kept, (kept, again)  # what D's prefix cache still has is not loaded
+    reloaded = set(re.findall(r"Prepared preempt offload H2D load for request (\S+):", log))
+    assert reloaded and reloaded <= kept, (kept, reloaded)  # what D's prefix cache still has is not loaded
     assert "Recompute triggered for request" not in log, "nothing is dropped"
 
 
@@ -609,7 +609,7 @@ def dropped_responses(engines: Engines, pair: Pair) -> None:
     resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(ask, [pair.front.url] * len(bodies), bodies))
-        again = front_counter(pair.front.url, "retries", 'failure="dropped"') - asked_again
+        resent = front_counter(pair.front.url, "retries", 'failure="dropped"') - asked_again
         streams = list(pool.map(stream, bodies))
     refused = [got for got in answers if isinstance(got, RequestFailed)]
     assert all("PD-META-022" in got.text for got in refused), refused
@@ -623,10 +623,10 @@ def dropped_responses(engines: Engines, pair: Pair) -> None:
     for want, got in zip(expected, streams, strict=True):
         assert not isinstance(want, RequestFailed)
         assert got.text == want[0] if not got.problem else want[0].startswith(got.text), f"{got} for {want}"
-    assert again or refused, "no whole response was dropped: the test shows nothing"
+    assert resent or refused, "no whole response was dropped: the test shows nothing"
     assert went_on and len(broken) < len(streams), "no stream was dropped and went on: the test shows nothing"
     said = (
-        f"{int(again)} asked for again, {len(refused)} refused; streams: {went_on} times gone on, {len(broken)} broken"
+        f"{int(resent)} asked for again, {len(refused)} refused; streams: {went_on} times gone on, {len(broken)} broken"
     )
     pair.cluster.progress(f"figure: {engines}: responses: {said}")
 

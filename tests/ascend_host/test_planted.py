@@ -238,7 +238,7 @@ class Planted:
         seeds = itertools.islice(self.seeds, 2 if self.of.before else self.of.prompts)
         prompts = [prompt_of_seed(self.of.length, seed, vocab) for seed in seeds]
         expected = [said(self.pair.reference.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
-        before, found = self.pair.failed_transfers(), dict[str, str]()
+        before, signs = self.pair.failed_transfers(), dict[str, str]()
         self.furthest = 0.0
         self.file.write_text(fault)
         try:
@@ -249,27 +249,27 @@ class Planted:
                     gaps = [abs(a - b) for a, b in zip(chances[: same + 1], sure, strict=False)]
                 except RequestFailed as failed:
                     if NO_NUMBER in failed.text:
-                        found[TOKENS] = f"expected {chances}, got what is not a number"
+                        signs[TOKENS] = f"expected {chances}, got what is not a number"
                         break
                     new = [line for line in self.pair.failed_transfers() if line not in before]
                     seen = {name: line for name, code in CODES.items() for line in new if code in line}
                     if not seen:
                         raise  # an unrelated error shows nothing
-                    found |= {name: f"{failed}; {line}" for name, line in seen.items()}
+                    signs |= {name: f"{failed}; {line}" for name, line in seen.items()}
                     break  # a failure takes long: the metaserver tries again
                 # Where they part both tokens must be as probable, and what follows says nothing.
                 if not max(gaps) <= self.of.limit:
-                    found[TOKENS] = f"expected {tokens}, {chances}, got {got}, {sure}"
+                    signs[TOKENS] = f"expected {tokens}, {chances}, got {got}, {sure}"
                 self.furthest = max(self.furthest, *gaps)
         finally:
             self.file.write_text("")
-        return found
+        return signs
 
     def good(self, progress: Callable[[str], None]) -> Planted:
         """Check that nothing is wrong without a fault."""
-        found = self.wrong()
+        signs = self.wrong()
         progress(f"figure: {self.of.engines}: log-probabilities at most {self.furthest:.1e} apart without a fault")
-        assert not found, found
+        assert not signs, signs
         return self
 
     def _answer(self, prompt: list[int], last: int) -> tuple[list[int], list[float]]:
@@ -337,8 +337,8 @@ ROWS = [(name, verify, fault) for name, one in SETS.items() for verify in one.ve
 def test_a_planted_fault_is_seen(
     planted: Callable[[str, str], Planted], name: str, verify: str, fault: str, progress: Callable[[str], None]
 ) -> None:
-    found = planted(name, verify).wrong(fault)
-    seen, furthest = ", ".join(sorted(found)) or "nothing", planted(name, verify).furthest
-    progress(f"figure: {name}, verify {verify}, {fault}: seen by {seen}, {furthest:.1e} apart: {found}")
+    signs = planted(name, verify).wrong(fault)
+    seen, furthest = ", ".join(sorted(signs)) or "nothing", planted(name, verify).furthest
+    progress(f"figure: {name}, verify {verify}, {fault}: seen by {seen}, {furthest:.1e} apart: {signs}")
     able = SETS[name].faults[fault] - (set() if verify == "full" else {"checksums"})
-    assert found and set(found) <= able, found
+    assert signs and set(signs) <= able, signs

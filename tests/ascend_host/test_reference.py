@@ -172,9 +172,9 @@ def test_mrope(seed: int, tokens: int, planes: int, rest: int, neox: bool) -> No
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
     query, key = random(seed + 1, tokens, 3 * head), random(seed + 2, tokens, head)
     before, mode = query.clone(), "half" if neox else "interleaved"
-    found = reference.mrope(positions, query, key, table, head, mrope_section=[0, 0, 0], rotary_mode=mode)
+    rotated = reference.mrope(positions, query, key, table, head, mrope_section=[0, 0, 0], rotary_mode=mode)
     assert torch.equal(query, before)
-    for x, got in zip((query, key), found, strict=True):
+    for x, got in zip((query, key), rotated, strict=True):
         for token, at in enumerate(positions.tolist()):
             for n, part in enumerate(x[token].view(-1, head)):
                 wanted = torch.cat((turned(part[: 2 * planes], angles[at], pairs=not neox), part[2 * planes :]))
@@ -188,7 +188,7 @@ def test_mrope(seed: int, tokens: int, planes: int, rest: int, neox: bool) -> No
 BLOCKS, TOKENS = 9, 4
 
 
-def places(seed: int, count: int) -> list[int]:
+def random_slots(seed: int, count: int) -> list[int]:
     return torch.randperm(BLOCKS * TOKENS, generator=torch.Generator().manual_seed(seed))[:count].tolist()
 
 
@@ -203,7 +203,7 @@ def written(cache: Tensor, slots: list[int], rows: Tensor) -> Tensor:
 @MANY
 @given(seeds, sizes, st.integers(0, 3))
 def test_reshape_and_cache(seed: int, count: int, padding: int) -> None:
-    slots = [*places(seed, count), *[-1] * padding]
+    slots = [*random_slots(seed, count), *[-1] * padding]
     key, value = random(seed, len(slots), 2, 3), random(seed + 1, len(slots), 2, 5)
     caches = [random(seed + 2, BLOCKS, TOKENS, 2, 3), random(seed + 3, BLOCKS, TOKENS, 2, 5)]
     wanted = [written(cache, slots, rows) for cache, rows in zip(caches, (key, value), strict=True)]
@@ -214,7 +214,7 @@ def test_reshape_and_cache(seed: int, count: int, padding: int) -> None:
 @MANY
 @given(seeds, sizes)
 def test_keys_and_values_may_take_turns_block_by_block(seed: int, count: int) -> None:
-    slots, rows = places(seed, count), [random(seed + i, count, 2, 3) for i in range(2)]
+    slots, rows = random_slots(seed, count), [random(seed + i, count, 2, 3) for i in range(2)]
     memory = random(seed + 2, BLOCKS, 2, TOKENS, 2, 3)
     wanted = torch.stack([written(memory[:, i], slots, rows[i]) for i in range(2)], 1)
     reference.reshape_and_cache(*rows, memory[:, 0], memory[:, 1], torch.tensor(slots, dtype=torch.int32))
@@ -222,7 +222,7 @@ def test_keys_and_values_may_take_turns_block_by_block(seed: int, count: int) ->
 
 
 def test_scatter_pa_kv_cache() -> None:
-    slots, key, value = places(3, 5), random(0, 5, 2, 3), random(1, 5, 2, 3)
+    slots, key, value = random_slots(3, 5), random(0, 5, 2, 3), random(1, 5, 2, 3)
     caches = [random(2, BLOCKS, TOKENS, 2, 3), random(3, BLOCKS, TOKENS, 2, 3)]
     wanted = [written(cache, slots, rows) for cache, rows in zip(caches, (key, value), strict=True)]
     reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots), cache_mode="Norm")
@@ -242,7 +242,7 @@ def in_int8(seed: int, *size: int) -> Tensor:
 @MANY
 @given(seeds, sizes)
 def test_a_cache_in_fractals_has_32_channels_of_all_tokens_together(seed: int, count: int) -> None:
-    slots, rows = places(seed, count), [in_int8(seed + i, count, 2, 64) for i in range(2)]
+    slots, rows = random_slots(seed, count), [in_int8(seed + i, count, 2, 64) for i in range(2)]
     caches = [in_int8(seed + 2 + i, BLOCKS, 2, 2, TOKENS, 32) for i in range(2)]
     wanted = [cache.clone() for cache in caches]
     for cache, tokens in zip(wanted, rows, strict=True):
@@ -296,7 +296,7 @@ def test_kv_rmsnorm_rope_cache(seed: int, count: int, wanted_out: bool) -> None:
     kv, gamma = random(seed, count, 1, 1, 6 + 4), random(seed + 1, 6)
     angles = random(seed + 2, count, 1, 1, 2)
     wide = torch.cat((angles, angles), -1)
-    slots = places(seed, count)
+    slots = random_slots(seed, count)
     rope_cache, latent_cache = random(seed + 3, BLOCKS, TOKENS, 1, 4), random(seed + 4, BLOCKS, TOKENS, 1, 6)
     latent = functional.rms_norm(kv[..., :6], (6,), gamma, 1e-5)
     by_pairs = turned(kv[..., 6:], angles, pairs=True)
@@ -327,7 +327,7 @@ def test_mla_prolog_v3(seed: int, count: int, wanted_low: bool) -> None:
     x, down, up = random(seed, count, 5), random(seed + 1, 5, 8), random(seed + 2, 8, 2 * (3 + 4))
     keys, down_kv = random(seed + 3, 2, 3, 6), random(seed + 4, 5, 6 + 4)
     gammas = random(seed + 5, 8), random(seed + 6, 6)
-    angles, slots = random(seed + 7, count, 2), places(seed, count)
+    angles, slots = random(seed + 7, count, 2), random_slots(seed, count)
     wide = torch.cat((angles, angles), -1)
     caches = random(seed + 8, BLOCKS, TOKENS, 1, 6), random(seed + 9, BLOCKS, TOKENS, 1, 4)
     low = functional.rms_norm(functional.linear(x, down.t()), (8,), gammas[0], 1e-5)
@@ -631,12 +631,12 @@ def test_ranks_that_divide_tokens_merge_their_attention(dtype: torch.dtype, scat
         mine = [slice(None), slice(None)]
         size = parts[0].shape[scatter_dim] // 2
         mine[scatter_dim] = slice(rank * size, (rank + 1) * size)
-        own = (random(7, *parts[0][tuple(mine)].shape, dtype=dtype), random(8, *sums[0][tuple(mine)].shape))
-        more = {"local_output": own[0], "local_lse": own[1]} if local else {}
+        rank_parts = (random(7, *parts[0][tuple(mine)].shape, dtype=dtype), random(8, *sums[0][tuple(mine)].shape))
+        more = {"local_output": rank_parts[0], "local_lse": rank_parts[1]} if local else {}
         received = torch.stack([each[rank] for each in sent])
         got = context.fused_dcp_lse_combine(received, 5, scatter_dim, **more)
-        assert got.dtype == dtype and got.shape == own[0].shape
-        given_ = [(parts[i][tuple(mine)], sums[i][tuple(mine)]) for i in range(2)] + ([own] if local else [])
+        assert got.dtype == dtype and got.shape == rank_parts[0].shape
+        given_ = [(parts[i][tuple(mine)], sums[i][tuple(mine)]) for i in range(2)] + ([rank_parts] if local else [])
         for token, head in itertools.product(*map(range, got.shape[:2])):
             pairs = [(float(logs[token, head]), part[token, head].double()) for part, logs in given_]
             pairs = [(log, row) for log, row in pairs if math.isfinite(log)]
@@ -704,8 +704,8 @@ def test_causal_conv1d(seed: int, lengths: list[int], active: bool, biased: bool
             kept[block] = torch.cat((before, rows))[-ROWS:]
         done += length
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    places = torch.stack((blocks, blocks + 1), 1) if table else blocks  # of a table, the first column
-    delta.causal_conv1d(out, x, weight, state, bias, starts, places, begun, None, int(active), -1, delta.PREFILL)
+    block_table = torch.stack((blocks, blocks + 1), 1) if table else blocks  # of a table, the first column
+    delta.causal_conv1d(out, x, weight, state, bias, starts, block_table, begun, None, int(active), -1, delta.PREFILL)
     close(out, wanted)
     assert torch.equal(state, kept)
 
@@ -905,8 +905,8 @@ def test_gather_ssm_states() -> None:
     memory = random(0, 6, 2 * 3 + 5)  # pages longer than what is in them
     states = memory[:, :6].view(6, 2, 3)
     states[4] = math.nan  # of a sequence that begins: what the block had
-    found = delta.gather_ssm_states(states, torch.tensor([5, 4, 0]), torch.tensor([True, False, True]))
-    assert torch.equal(found, torch.stack((states[5], torch.zeros(2, 3), states[0])))
+    gathered = delta.gather_ssm_states(states, torch.tensor([5, 4, 0]), torch.tensor([True, False, True]))
+    assert torch.equal(gathered, torch.stack((states[5], torch.zeros(2, 3), states[0])))
     assert delta.gather_ssm_states(states, *torch.ones(2, 1).int(), output_dtype=torch.half).dtype == torch.half
 
 
@@ -1123,8 +1123,8 @@ def test_a_function_is_replaced_when_its_module_is_imported(tmp_path: Path, monk
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     ours = {"l2norm_fwd": delta.l2norm_fwd}
     kernels.replace_functions({"of_kernels": ours, "changed": ours})
-    found = importlib.import_module("of_kernels")
-    assert found.l2norm_fwd is delta.l2norm_fwd and found.other() == 5
+    module = importlib.import_module("of_kernels")
+    assert module.l2norm_fwd is delta.l2norm_fwd and module.other() == 5
     with pytest.raises(ImportError, match="changed has no l2norm_fwd"):
         importlib.import_module("changed")
 
@@ -1362,11 +1362,11 @@ def test_store_kv_block(seed: int, slots: list[int]) -> None:
 def test_store_kv_block_metadata(slots: list[int]) -> None:
     runs = [torch.full((12,), 7, dtype=torch.int32) for _ in range(3)]
     sparse.store_kv_block_metadata(torch.tensor(slots, dtype=torch.int32), *runs, block_size=4)
-    found = [each for each in zip(*(run.tolist() for run in runs), strict=True) if each[0]]
-    assert [token + i for length, token, _ in found for i in range(length)] == [
+    stored = [each for each in zip(*(run.tolist() for run in runs), strict=True) if each[0]]
+    assert [token + i for length, token, _ in stored for i in range(length)] == [
         t for t, s in enumerate(slots) if s >= 0
     ]
-    assert [first + i for length, _, first in found for i in range(length)] == [s for s in slots if s >= 0]
-    for (length, token, first), (_, then, behind) in itertools.pairwise(found):
+    assert [first + i for length, _, first in stored for i in range(length)] == [s for s in slots if s >= 0]
+    for (length, token, first), (_, then, behind) in itertools.pairwise(stored):
         assert (token + length, first + length) != (then, behind) or behind % 4 == 0, "two runs that are one"
-    assert all(first % 4 + length <= 4 for length, _, first in found)
+    assert all(first % 4 + length <= 4 for length, _, first in stored)

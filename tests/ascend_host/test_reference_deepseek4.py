@@ -63,14 +63,14 @@ class ReferenceLayer:
 
     def run(self, hidden: list[Tensor], starts: list[int], state: tuple[Tensor, Tensor], kept: Any) -> None:
         """Run the operators for the next tokens of some sequences, and put the entries into their cache."""
-        (states, tables), (entries, places) = state, kept
+        (states, tables), (entries, entry_tables) = state, kept
         ends = torch.tensor([0, *accumulate(map(len, hidden))], dtype=torch.int32)
         begun = torch.tensor(starts, dtype=torch.int32)
         tokens = int(ends[-1])
         rows = min(tokens, tokens // self.ratio + len(hidden))
         size = entries.shape[1]
         cos, sin, slots = compressed.compressor_metadata(
-            self.cos, self.sin, ends, begun, places, size, compressed.BLOCK_AND_OFFSET, self.ratio, rows, len(hidden)
+            self.cos, self.sin, ends, begun, entry_tables, size, compressed.BLOCK_AND_OFFSET, self.ratio, rows, len(hidden)
         )
         made = compressed.compressor(
             torch.cat(hidden),
@@ -116,18 +116,18 @@ def test_compressor(seed: int, lengths: list[list[int]], kind: tuple[int, int]) 
     counts = [sum(each) for each in lengths]
     hidden = [random(seed + 9 + i, n, HIDDEN) for i, n in enumerate(counts)]
     states, tables = paged_from_one(seed, counts, 2 * layer.coff * WIDTH)
-    entries, places = paged_from_one(seed + 1, [max(1, n // layer.ratio) for n in counts], WIDTH)
+    entries, entry_tables = paged_from_one(seed + 1, [max(1, n // layer.ratio) for n in counts], WIDTH)
     states, before = states.squeeze(-2), entries.clone()
     for step in in_turn(lengths):
         now = [hidden[seq][start : start + n] for seq, start, n in step]
         chosen = [seq for seq, _, _ in step]
-        layer.run(now, [start for _, start, _ in step], (states, tables[chosen]), (entries, places[chosen]))
+        layer.run(now, [start for _, start, _ in step], (states, tables[chosen]), (entries, entry_tables[chosen]))
     for seq, count in enumerate(counts):
         made = [layer.entry(hidden[seq], index) for index in range(count // layer.ratio)]
         for index, entry in enumerate(made):
-            close(entries[places[seq, index // 4], index % 4, 0], entry)
+            close(entries[entry_tables[seq, index // 4], index % 4, 0], entry)
         for index in range(len(made), 4 * -(-len(made) // 4)):
-            assert torch.equal(*(cache[places[seq, index // 4], index % 4] for cache in (entries, before)))
+            assert torch.equal(*(cache[entry_tables[seq, index // 4], index % 4] for cache in (entries, before)))
         close(
             torch.stack([states[tables[seq, token // 4], token % 4] for token in range(count)]),
             torch.cat(layer.states(hidden[seq]), -1),
@@ -138,14 +138,14 @@ def test_a_state_is_not_written_into_the_null_block_and_only_the_last_entries_st
     """Blocks behind the window are null: with overlap the entry before the token's, and its own, are enough."""
     layer, hidden = ReferenceLayer(1, *OVERLAP), random(2, 15, HIDDEN)
     states, table = paged_from_one(3, [15], 4 * WIDTH)
-    entries, places = paged_from_one(4, [3], WIDTH)
+    entries, entry_table = paged_from_one(4, [3], WIDTH)
     states = states.squeeze(-2)
-    layer.run([hidden[:10]], [0], (states, table), (entries, places))
+    layer.run([hidden[:10]], [0], (states, table), (entries, entry_table))
     table[0, 0] = compressed.NULL_BLOCK
-    layer.run([hidden[10:]], [10], (states, table), (entries, places))
-    close(entries[places[0, 0], 2, 0], layer.entry(hidden, 2))
+    layer.run([hidden[10:]], [10], (states, table), (entries, entry_table))
+    close(entries[entry_table[0, 0], 2, 0], layer.entry(hidden, 2))
     unkept = torch.full_like(states, 5.0)
-    layer.run([hidden[:3]], [0], (unkept, table), (entries, places))
+    layer.run([hidden[:3]], [0], (unkept, table), (entries, entry_table))
     assert (unkept == 5).all()
 
 
@@ -179,13 +179,13 @@ def test_compressor_metadata(seed: int, new: list[int], before: int, padding: in
 
 @MANY
 @given(seeds, st.lists(st.integers(-1, 11), min_size=1, max_size=6, unique=True), st.booleans())
-def test_scatter_nd_update_v2(seed: int, places: list[int], flat: bool) -> None:
-    cache, rows = random(seed, 3, 4, 1, 2), random(seed + 1, len(places), 1, 2)
+def test_scatter_nd_update_v2(seed: int, slots: list[int], flat: bool) -> None:
+    cache, rows = random(seed, 3, 4, 1, 2), random(seed + 1, len(slots), 1, 2)
     strided = torch.zeros(3, 10)[:, :8].view(3, 4, 1, 2).copy_(cache)  # pages longer than what a layer has in them
-    indices = torch.tensor([[place // 4, place % 4] for place in places])
+    indices = torch.tensor([[place // 4, place % 4] for place in slots])
     compressed.scatter_nd_update_v2(strided, indices, rows.squeeze(1) if flat else rows)
     for place in range(12):
-        wanted = rows[places.index(place)] if place in places else cache[place // 4, place % 4]
+        wanted = rows[slots.index(place)] if place in slots else cache[place // 4, place % 4]
         assert torch.equal(strided[place // 4, place % 4], wanted)
 
 

@@ -81,10 +81,10 @@ def behind(answer: Any, count: int) -> Any:
     """Return an answer without the log-probabilities of its first tokens, which another engine had."""
     if isinstance(answer, dict):
         cut = dict(answer)
-        found = answer.get("logprobs")
-        if isinstance(found, list):
-            cut["logprobs"] = found[count:]
-        elif isinstance(found, dict):
-            cut["logprobs"] = {name: values[count:] for name, values in found.items() if values}
+        logprobs = answer.get("logprobs")
+        if isinstance(logprobs, list):
+            cut["logprobs"] = logprobs[count:]
+        elif isinstance(logprobs, dict):
+            cut["logprobs"] = {name: values[count:] for name, values in logprobs.items() if values}
         return {key: behind(value, count) for key, value in cut.items()}
     return [behind(value, count) for value in answer] if isinstance(answer, list) else answer

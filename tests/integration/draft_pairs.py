@@ -32,11 +32,11 @@ def drafts_of(
 
     The first `behind` tokens of each answer are a part of its prompt.
     """
-    with drafted(engine) as found:
+    with drafted(engine) as drafts:
         for prompt in prompts:
             tokens = TOKENS - behind if len(prompt) > 1 else TOKENS  # nothing is loaded of a prompt of one token
             complete(url, body_of(prompt, tokens, cache_salt=fresh_salt("drafts"), **more))
-    return found()
+    return drafts()
 
 
 def started(d: RunningServer, prompts: Sequence[Sequence[int]]) -> Drafted:
@@ -67,10 +67,10 @@ def check(
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in lengths]
     alone, taken = started(d, prompts), first_tokens(d)
-    with drafted(d) as found:
+    with drafted(d) as drafts:
         for prompt in prompts:
             pair.check([prompt], TOKENS, name=name)
-    pushed = found()
+    pushed = drafts()
     progress(
         f"figure: {name}: {pushed.accepted} of {pushed.tokens} drafted tokens accepted, {alone.accepted} of {alone.tokens} alone"
     )
@@ -93,18 +93,18 @@ def check_goes_on(pair: Pair, port: int) -> None:
     for count in (1, 2, 15, 16):
         begun = [[*prompt, *want.tokens[:count]] for prompt, want in zip(prompts, expected, strict=True)]
         alone = drafts_of(d, d.url, begun, behind=count)
-        with answers_of_another(pair.prefill, port) as router, drafted(d) as found:
+        with answers_of_another(pair.prefill, port) as router, drafted(d) as drafts:
             for prompt, want in zip(prompts, expected, strict=True):
                 got = complete(d.url, router.body(body_of(prompt, TOKENS), prompt, list(want.tokens[:count])))
                 assert got.tokens[:count] == want.tokens[:count]
                 pair.judge_all(f"behind {count} tokens", prompt, want, got)
             router.check(len(prompts))
-        assert found() == padded(alone, prompts), count
+        assert drafts() == padded(alone, prompts), count
 
 
 def mtp(name: str, tokens: int, **more: Any) -> EngineSpec:
     return EngineSpec(name, ensure("mtp"), draft={"method": "mtp", "num_speculative_tokens": tokens}, **more)
 
 
-def own(method: str, draft: str, **more: Any) -> dict[str, Any]:
+def draft_config(method: str, draft: str, **more: Any) -> dict[str, Any]:
     return {"method": method, "model": str(ensure(draft)), **more}

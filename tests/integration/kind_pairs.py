@@ -152,8 +152,8 @@ def wrong_answers(pair: Pair, lengths: Sequence[int], tie: float = TIE) -> int:
             return True
         return None if len(judged.tally.excused) > excused else False
 
-    found = (is_wrong(length) for length in lengths)
-    return sum(bool(is_wrong(length) if one is None else one) for length, one in zip(lengths, found, strict=True))
+    verdicts = (is_wrong(length) for length in lengths)
+    return sum(bool(is_wrong(length) if one is None else one) for length, one in zip(lengths, verdicts, strict=True))
 
 
 def check_left(pair: Pair, length: int, longest: int = 2048) -> None:
@@ -237,9 +237,9 @@ def check_choices(pair: Pair, length: int) -> None:
     """
     prompt = fresh_prompt(length)
     (expected,) = reference_answers(pair.prefill, [prompt], 12)
-    found = post(pair.front.url, body_of(prompt, 12, n=2, temperature=1.0, top_k=1))["choices"]
-    assert len(found) == 2
-    for choice in found:
+    choices = post(pair.front.url, body_of(prompt, 12, n=2, temperature=1.0, top_k=1))["choices"]
+    assert len(choices) == 2
+    for choice in choices:
         if pair.tally.tie > TIE:  # of a kind whose kernels differ
             pair.judge("one of two choices", prompt, expected.tokens, choice["token_ids"])
         else:

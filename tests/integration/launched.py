@@ -76,7 +76,7 @@ def launched_pair(
     cluster: Cluster, tally: AnswerTally, script: str, model: Path, p_tp: int, d_tp: int
 ) -> Iterator[Pair]:
     """Start a pair of these sizes by an example. Every pushed block is checked, and a failed load fails its request."""
-    base, own = cluster.ports(3), cluster.logs / f"launched-{p_tp}-{d_tp}"
+    base, logs = cluster.ports(3), cluster.logs / f"launched-{p_tp}-{d_tp}"
     settings = {
         "PD_SERVED_NAME": "model",
         "PD_VERIFY": "full",
@@ -88,12 +88,12 @@ def launched_pair(
         "PD_D_KV_BYTES": str(64 << 20),
         "PYTHONPATH": child_environment((PATIENT,))["PYTHONPATH"],
     }
-    words = ("--model", model, "--p-tp", p_tp, "--d-tp", d_tp, "--port-base", base, "--log-dir", own, "--timeout", 400)
+    words = ("--model", model, "--p-tp", p_tp, "--d-tp", d_tp, "--port-base", base, "--log-dir", logs, "--timeout", 400)
     url = f"http://127.0.0.1:{base}"
     with launched(cluster, url, (script, *map(str, words)), settings=settings) as (child,):
         cluster.starts += 2
         prefill, decode = (
-            RunningServer(f"{child.name}-{role}", base + 1 + i, own / f"{role}.log")
+            RunningServer(f"{child.name}-{role}", base + 1 + i, logs / f"{role}.log")
             for i, role in enumerate(("prefill", "decode"))
         )
-        yield Pair(cluster, RunningServer("metaserver", base, own / "metaserver.log"), prefill, (decode,), tally)
+        yield Pair(cluster, RunningServer("metaserver", base, logs / "metaserver.log"), prefill, (decode,), tally)

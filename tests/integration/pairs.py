@@ -222,26 +222,26 @@ class Pair:
         prompts = [head, [*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]]
         expected = self.in_turn(prompts)
         self.check(prompts[:1], name="cold", expected=expected[:1])
-        own = [self._own_prefix(p, want, "a prefix on D") for p, want in zip(prompts[1:], expected[1:], strict=True)]
+        d_prefixes = [self._own_prefix(p, want, "a prefix on D") for p, want in zip(prompts[1:], expected[1:], strict=True)]
         head = fresh_prompt(2 * block + 5)
         prompts = [head, [*head, *fresh_prompt(50)], [*head[: 2 * block], *fresh_prompt(1)]]
         expected = self.in_turn(prompts)
         before = counter(self.prefill, "vllm:prefix_cache_hits_total")
         complete(self.prefill.url, body_of(head, 1))  # to P only: D does not have it
         self.check(prompts[1:2], name="a prefix on P", expected=expected[1:2])
-        own.append(self._own_prefix(prompts[2], expected[2], "a prefix that is all of it on P"))
+        d_prefixes.append(self._own_prefix(prompts[2], expected[2], "a prefix that is all of it on P"))
         hits = before + cached
         eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
-        assert set(own) <= {0, cached}, own
-        return own
+        assert set(d_prefixes) <= {0, cached}, d_prefixes
+        return d_prefixes
 
     def _own_prefix(self, prompt: Sequence[int], want: TimedAnswer, name: str) -> int:
         """Check an answer; return how many of the prompt's tokens D had itself."""
         before = self.loaded_tokens()
         answer = complete(self.front.url, body_of(prompt, 12, **self.asked))
-        own = len(prompt) - self.left - (self.loaded_tokens() - before)
+        d_tokens = len(prompt) - self.left - (self.loaded_tokens() - before)
         self.judge_all(name, prompt, want, answer)
-        return own
+        return d_tokens
 
     def loaded_tokens(self) -> int:
         """Return how many tokens the D engines have loaded from P, by vLLM's own counter."""

@@ -153,8 +153,8 @@ def test_a_pair_beside_another_connector(pair: Pair) -> None:
     for engine in (pair.prefill, *pair.decode):
         post(engine.url, body_of(fresh_prompt(200), 2))
         if "sibling" in engine.name:
-            own = [body_of(fresh_prompt(100), 2, kv_transfer_params={"sibling": True}) for _ in range(4)]
-            assert len(gather(engine.url, own)) == 4, "what the other connector loads is loaded"
+            bodies = [body_of(fresh_prompt(100), 2, kv_transfer_params={"sibling": True}) for _ in range(4)]
+            assert len(gather(engine.url, bodies)) == 4, "what the other connector loads is loaded"
     pair.check([fresh_prompt(40 + 50 * i) for i in range(8)], name="beside another, 8 at once")
     wait_for_free_blocks((pair.prefill, *pair.decode), free)
     if "sibling" not in pair.prefill.name:
@@ -174,8 +174,8 @@ def check_what_another_has_kept(pair: Pair) -> None:
         if ask is not None:
             ask(prompts, expected=expected, name="kept by another on P")
         else:
-            found = gather(engine.url, [body_of(prompt, 12) for prompt in prompts])
-            assert [one.tokens for one in found] == [one.tokens for one in expected], "kept by another on D"
+            answers = gather(engine.url, [body_of(prompt, 12) for prompt in prompts])
+            assert [one.tokens for one in answers] == [one.tokens for one in expected], "kept by another on D"
         assert counter(engine, HITS) - before == kept, f"{engine.name} took what another connector has kept"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from draft_pairs import own
+from draft_pairs import draft_config
 from kind_pairs import (
     DELTA,
     check_choices,
@@ -111,7 +111,7 @@ def _spec(
     draft = dict(kind.draft)
     off = () if cell.get("prefixes") != "off" else ("--no-enable-prefix-caching",)
     if "draft" in draft:
-        draft = own(draft.pop("method"), draft.pop("draft"), **draft)
+        draft = draft_config(draft.pop("method"), draft.pop("draft"), **draft)
     if "drafted" in cell:
         draft["num_speculative_tokens"] = int(cell["drafted"].split(", ")[role == "kv_consumer"][0])
     chunk = 96 if cell.get("chunks") == "96" else LONGEST

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from continued import answers_of_another
-from draft_pairs import ENOUGH, LENGTHS, TOKENS, check, check_goes_on, drafts_of, mtp, own, padded, started
+from draft_pairs import ENOUGH, LENGTHS, TOKENS, check, check_goes_on, draft_config, drafts_of, mtp, padded, started
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
 from kind_pairs import DELTA, check_failed_load, engines, running, shows, sized, spec
@@ -30,10 +30,10 @@ def check_left_out(pair: Pair, name: str, progress: Callable[[str], None]) -> No
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in (100, 333, 700)]
     alone = drafts_of(d, d.url, prompts)
-    with drafted(d) as found:
+    with drafted(d) as drafts:
         for prompt in prompts:
             pair.check([prompt], TOKENS, name="no drafts on P")
-    pushed = found()
+    pushed = drafts()
     progress(
         f"figure: {name} on D alone: {pushed.accepted} of {pushed.tokens} accepted, {alone.accepted} of {alone.tokens} alone"
     )
@@ -78,14 +78,14 @@ class TestMtp:
             return 200, [{"event": "accepted", "prefill": "127.0.0.1:1"}, {"event": "prefilled"}]
 
         loaded = pair.loaded_tokens()
-        with fake_metaserver(ports[-1], wrong_first), drafted(d) as found:
+        with fake_metaserver(ports[-1], wrong_first), drafted(d) as drafts:
             for index, prompt in enumerate(prompts):
                 url = f"http://127.0.0.1:{ports[-1]}"
                 got = complete(d.url, transfer_request(url, str(index), prompt, TOKENS))
                 pair.compare([prompt], [got], "another first token on P")
         assert pair.loaded_tokens() - loaded == sum(map(len, prompts))
         assert all(first != answer.tokens[0] for first, answer in zip(firsts, expected, strict=True))
-        assert found() == padded(alone, prompts)
+        assert drafts() == padded(alone, prompts)
 
     def test_an_answer_goes_on_with_drafts_as_good(self, pair: Pair, ports: list[int]) -> None:
         check_goes_on(pair, ports[-1])
@@ -174,7 +174,7 @@ def test_a_draft_model_of_another_shape(
 
     With TP 2→1 the ranks exchange both kinds of layers, and P computes in chunks.
     """
-    draft = own("eagle3", model, num_speculative_tokens=1)
+    draft = draft_config("eagle3", model, num_speculative_tokens=1)
     target: Path = ensure("spec")
     more = {"regroup": "always"} if p_tp > 1 else {}
     p_config, d_config = cluster.push_config(**more), cluster.push_config(*allowed)
@@ -216,7 +216,7 @@ def test_other_draft_models(
     target's hidden states before it runs, and drafts all tokens in one pass.
     """
     target: Path = ensure(model)
-    of = own(method, draft, num_speculative_tokens=2)
+    of = draft_config(method, draft, num_speculative_tokens=2)
     common: dict[str, Any] = {"draft": of}
     p_config = cluster.push_config(**({"regroup": "always"} if p_tp > 1 else {}))
     specs = (
@@ -251,7 +251,7 @@ def test_drafts_without_the_prompts_cache_are_worse(
     progress: Callable[[str], None],
 ) -> None:
     """A draft layer that is left out changes no token."""
-    target, of = ensure(model), own(method, draft, num_speculative_tokens=tokens)
+    target, of = ensure(model), draft_config(method, draft, num_speculative_tokens=tokens)
     config = cluster.push_config(*allowed)
     specs = (
         EngineSpec("undrafted-p", target, role="kv_producer", extra=cluster.push_config()),
@@ -278,10 +278,10 @@ def test_drafts_without_a_model_have_no_cache(
     with running(cluster, make_pair, *specs) as pair:
         (d,) = pair.decode
         alone = started(d, prompts)
-        with drafted(d) as found:
+        with drafted(d) as drafts:
             for prompt in prompts:
                 pair.check([prompt], TOKENS, name=f"ngram {'on both' if p_drafts else 'on D alone'}")
-        assert found().tokens > ENOUGH < alone.tokens and found().accepted == alone.accepted
+        assert drafts().tokens > ENOUGH < alone.tokens and drafts().accepted == alone.accepted
 
 
 @pytest.mark.slow

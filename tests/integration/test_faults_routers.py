@@ -33,9 +33,9 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -
 
 
 def test_each_role_is_killed_at_each_stage_of_each_order() -> None:
-    found = {(cell.order, cell.stage, cell.role) for cell in ROUTED}
-    assert found == {(order, stage, role) for order in (P_FIRST, AT_ONCE) for stage in order.stages for role in "PDM"}
-    assert len(found) == len(ROUTED) and {cell.fault for cell in ROUTED} == {KILL}
+    routed = {(cell.order, cell.stage, cell.role) for cell in ROUTED}
+    assert routed == {(order, stage, role) for order in (P_FIRST, AT_ONCE) for stage in order.stages for role in "PDM"}
+    assert len(routed) == len(ROUTED) and {cell.fault for cell in ROUTED} == {KILL}
     assert set(P_FIRST.stages) - set(AT_ONCE.stages) == {2}, "P holds nothing where both are asked at once"
 
 

@@ -175,14 +175,14 @@ def beside(prefill: EngineProcess, bodies: list[dict[str, Any]], tokens: int) ->
 def restarted(events: list[TraceEvent]) -> set[str]:
     """Return the transfers whose push a worker restarted at token 0."""
     begun: set[tuple[str, str]] = set()
-    again: set[str] = set()
+    restarts: set[str] = set()
     for event in events:
         if event.stage == "step" and event.facts["before"] == 0:
             transfer = str(event.facts["transfer"])
             if (event.source, transfer) in begun:
-                again.add(transfer)
+                restarts.add(transfer)
             begun.add((event.source, transfer))
-    return again
+    return restarts
 
 
 class TestFromTp1:
@@ -287,10 +287,10 @@ class TestFromTp2:
                 front_counter(pair.front.url, "prompt_tokens_there"),
             )
             complete(pair.front.url, body_of([*prompt, 7], 1))
-            found = counter(pair.prefill, "vllm:prefix_cache_hits_total") - before[0]
+            hits = counter(pair.prefill, "vllm:prefix_cache_hits_total") - before[0]
             thought = front_counter(pair.front.url, "prompt_tokens_there") - before[1]
-            assert (found > 900) == there and found - 300 <= thought <= found, (
-                f"{thought} thought to be there, {found} were"
+            assert (hits > 900) == there and hits - 300 <= thought <= hits, (
+                f"{thought} thought to be there, {hits} were"
             )
         status = httpx.get(f"{pair.front.url}/status", timeout=30).json()
         (cached,) = (one["prompt_tokens_cached"] for one in status["instances"] if one["role"] == "prefill")

@@ -52,9 +52,9 @@ def test_blocks_of_the_step_taken_for_computed_are_seen(
         for _ in range(ROUNDS):  # whether requests with one prefix meet in one step of P is chance
             head = fresh_prompt(6 * BLOCK)
             prompts = [fresh_prompt(1200), *([*head, *fresh_prompt(20 + i)] for i in range(6))]
-            found = gather(pair.front.url, [body_of(prompt, 12) for prompt in prompts])
+            answers = gather(pair.front.url, [body_of(prompt, 12) for prompt in prompts])
             expected = reference_answers(p, prompts, 12)
-            wrong += sum(one.tokens != right.tokens for one, right in zip(found, expected, strict=True))
+            wrong += sum(one.tokens != right.tokens for one, right in zip(answers, expected, strict=True))
             refused = sum("PD-WIRE-004" in line for line in pair.failed_transfers())
             if planted and (wrong or refused):
                 break

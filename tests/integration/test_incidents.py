@@ -111,9 +111,9 @@ class WatchedPair:
 
     def answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Return the tokens of each answer, one after another. A request that fails, fails the test."""
-        found = [attempt(self.url, [body_of(prompt, TOKENS)])[0] for prompt in prompts]
-        assert all(isinstance(answer, TimedAnswer) for answer in found), found
-        return [answer.tokens for answer in found if isinstance(answer, TimedAnswer)]
+        answers = [attempt(self.url, [body_of(prompt, TOKENS)])[0] for prompt in prompts]
+        assert all(isinstance(answer, TimedAnswer) for answer in answers), answers
+        return [answer.tokens for answer in answers if isinstance(answer, TimedAnswer)]
 
     def from_p(self) -> bool:
         """Return whether D loads a new prompt from P, as it should."""
@@ -200,9 +200,9 @@ def pair(cluster: Cluster) -> Iterator[WatchedPair]:
         front = cluster.metaserver([prefill], [decode], port, ("--host", "0.0.0.0", "--advertise-host", HERE))
         stack.callback(cluster.stop, front)
         watch = stack.enter_context(AlertWatch(m=front.url, p=prefill.url, d=decode.url))
-        found = WatchedPair(cluster, front.url, prefill, decode, there, orders["p"], orders["d"], watch)
-        stack.callback(found.http.close)
-        yield found
+        watched = WatchedPair(cluster, front.url, prefill, decode, there, orders["p"], orders["d"], watch)
+        stack.callback(watched.http.close)
+        yield watched
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from draft_pairs import check as check_drafts
-from draft_pairs import own
+from draft_pairs import draft_config
 from kind_pairs import (
     BLOCK,
     CHUNK,
@@ -139,7 +139,7 @@ class TestIndexerShapes:
 
         P's ranks exchange the draft's layer, and push the others directly.
         """
-        draft = own("eagle3", "spec-indexed-eagle3", num_speculative_tokens=1)
+        draft = draft_config("eagle3", "spec-indexed-eagle3", num_speculative_tokens=1)
         p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed)
         whole: dict[str, Any] = {
             "draft": draft,
@@ -160,7 +160,7 @@ class TestIndexerShapes:
 
         Here the draft is the model itself, so nearly all its tokens are accepted.
         """
-        draft = own("draft_model", "indexed", num_speculative_tokens=2)
+        draft = draft_config("draft_model", "indexed", num_speculative_tokens=2)
         specs = (
             spec("drafting-p", "indexed", "kv_producer", cluster.push_config(), draft=draft),
             spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed), draft=draft),

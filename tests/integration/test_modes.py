@@ -189,9 +189,9 @@ def test_lora(cluster: Cluster, allowed: list[str], ports: list[int], make_pair:
         for name in ("model", "tuned"):
             before, bodies = pair.loaded_tokens(), [body_of(prompt, 12, model=name) for prompt in prompts]
             alone = gather(pair.prefill.url, [{**body, "cache_salt": "alone"} for body in bodies])
-            found = gather(pair.front.url, bodies)
+            pair_answers = gather(pair.front.url, bodies)
             answers[name] = [one.tokens for one in alone]
-            assert [one.tokens for one in found] == answers[name], name
+            assert [one.tokens for one in pair_answers] == answers[name], name
             assert pair.loaded_tokens() - before == sum(map(len, prompts)), name
         assert answers["model"] != answers["tuned"], "the adapter changes nothing: the test shows nothing"
         check_answers_of_another(pair, ports[-1], "tuned")

@@ -101,18 +101,18 @@ def message(choice: dict[str, Any]) -> dict[str, Any]:
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the same of a stream."""
-    found: dict[str, Any] = {"content": "", "reasoning": "", "end": None}
+    reply: dict[str, Any] = {"content": "", "reasoning": "", "end": None}
     calls: dict[int, tuple[str, str]] = {}
     for choice in (choice for event in events for choice in event["choices"]):
         delta = choice["delta"]
         for key in ("content", "reasoning"):
-            found[key] += delta.get(key) or ""
+            reply[key] += delta.get(key) or ""
         for call in delta.get("tool_calls") or ():
             name, arguments = calls.get(call["index"], ("", ""))
             more = call.get("function") or {}
             calls[call["index"]] = name + (more.get("name") or ""), arguments + (more.get("arguments") or "")
-        found["end"] = choice.get("finish_reason") or found["end"]
-    return {**found, "tool_calls": [calls[index] for index in sorted(calls)]}
+        reply["end"] = choice.get("finish_reason") or reply["end"]
+    return {**reply, "tool_calls": [calls[index] for index in sorted(calls)]}
 
 
 def check(pair: Pair, case: ParserCase) -> None:

@@ -82,8 +82,8 @@ def test_prompts_with_pictures(cluster: Cluster, allowed: list[str], make_pair: 
         salt, loaded = fresh_salt("one for all"), pair.loaded_tokens()
         first = tokens_of(pair, 3, 100, salt, "in the caches")
         other = tokens_of(pair, 4, 100, salt, "another picture")
-        again = tokens_of(pair, 3, 100, salt, "the first again")
-        assert first == again != other
+        third = tokens_of(pair, 3, 100, salt, "the first again")
+        assert first == third != other
         length = 100 + PICTURE_TOKENS + 2
         assert pair.loaded_tokens() - loaded == 2 * length + length % 32, "D has whole blocks of the third"
     finally:

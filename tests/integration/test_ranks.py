@@ -135,7 +135,7 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
     free, go_on, url = pair.free_counts(), threading.Event(), f"http://127.0.0.1:{ports[-1]}"
     second = {"X-data-parallel-rank": "1"}
     prompts = [fresh_prompt(300) for _ in range(3)]
-    waits, leaves, held = prompts
+    waits, leaves, held_prompt = prompts
     expected = reference_answers(p, prompts, 12)
 
     def asks_late(body: dict[str, Any]) -> Answer:
@@ -172,10 +172,10 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
         assert waves(d) == before, "D answers P for a request that has left, and steps for it"
 
     params = {"do_remote_decode": True, "do_remote_prefill": False}
-    source = post(p.url, body_of(held, 1, kv_transfer_params=params), headers=second)["kv_transfer_params"]
+    source = post(p.url, body_of(held_prompt, 1, kv_transfer_params=params), headers=second)["kv_transfer_params"]
     before = rest(p)
-    (found,) = gather(d.url, [body_of(held, 12, kv_transfer_params=source)])
-    assert found.tokens == expected[2].tokens and waves(p) == before, "P pushes what it holds, and no wave begins"
+    (held_answer,) = gather(d.url, [body_of(held_prompt, 12, kv_transfer_params=source)])
+    assert held_answer.tokens == expected[2].tokens and waves(p) == before, "P pushes what it holds, and no wave begins"
     assert pair.loaded_tokens() == sum(map(len, prompts)), "D has computed a prompt itself"
     wait_for_free_blocks([p, d], free)
     cluster.stop(pair.front, d, p)

@@ -51,7 +51,7 @@ def test_regrouped_tokens_are_the_single_engines_and_writes_are_fewer(
     make_pair: PairMaker,
     progress: Callable[[str], None],
 ) -> None:
-    model, found = ensure("gqa"), {}
+    model, totals = ensure("gqa"), {}
     extra = cluster.push_config(*allowed)
     (d,) = cluster.start(
         EngineSpec(f"regroup-d{d_tp}", model, role="kv_consumer", tp=d_tp, policy="fail", block_size=BLOCK, extra=extra)
@@ -76,10 +76,10 @@ def test_regrouped_tokens_are_the_single_engines_and_writes_are_fewer(
         pair = make_pair(p, d)
         exercise(pair, f"{p_tp}→{d_tp} {mode}")
         cluster.stop(pair.front, p)
-        found[mode] = pushed(traces)
+        totals[mode] = pushed(traces)
         progress(f"{p_tp}→{d_tp} {mode}: {time.monotonic() - begun:.0f} s")
     cluster.stop(d)
-    (direct, nbytes, none), (regrouped, as_many, exchanges) = found["never"], found["always"]
+    (direct, nbytes, none), (regrouped, as_many, exchanges) = totals["never"], totals["always"]
     progress(
         f"{p_tp}→{d_tp}, descriptors per layer: {direct / LAYERS:.0f} with never, {regrouped / LAYERS:.0f} with always "
         f"({exchanges} exchanges, {nbytes >> 20} and {as_many >> 20} MiB)"

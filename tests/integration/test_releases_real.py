@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from continued import check_answers_of_another
-from draft_pairs import LENGTHS, check, own
+from draft_pairs import LENGTHS, check, draft_config
 from grammars import check_grammars
 from kind_pairs import running
 from pairs import PairMaker
@@ -87,7 +87,7 @@ def test_drafts_behind_p_s_first_token(
     """D accepts as many drafts as by itself, where it computes the prompt and begins behind the same token."""
     target = ensure("mtp" if method == "mtp" else "spec")
     count = {"num_speculative_tokens": 1 if release == ONE_DRAFT else 2}
-    draft = {"method": "mtp", **count} if method == "mtp" else own("eagle", "spec-eagle", **count)
+    draft = {"method": "mtp", **count} if method == "mtp" else draft_config("eagle", "spec-eagle", **count)
     same: dict[str, Any] = {"draft": draft, "python": interpreter(release)}
     if release == ONE_DRAFT:
         same["plugins"] = (VERIFYING,)

@@ -75,15 +75,15 @@ def layerwise(site: RoutedPair, port: int, where: Path) -> Router:
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 to 1", "2 to 1"])
 def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[RoutedPair]:
     model, tp, listener, bootstrap = ensure("gqa"), request.param, cluster.port(), cluster.port()
-    held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S}
-    held |= {"side_channel_port": listener, "bootstrap_port": bootstrap}
+    p_extra = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S}
+    p_extra |= {"side_channel_port": listener, "bootstrap_port": bootstrap}
     relays = [cluster.port() for _ in range(2)]
     d_extra = {
         "prefill_listeners": [f"127.0.0.1:{listener}"],
         "metaserver_urls": [f"http://127.0.0.1:{port}" for port in relays],
     }
     p, d = cluster.start(
-        EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
+        EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**p_extra)),
         EngineSpec(f"routers-d{tp}", model, role="kv_consumer", policy="fail", extra=cluster.push_config(**d_extra)),
     )
     yield RoutedPair(cluster, tally, p, d, listener, bootstrap, relays)
@@ -128,12 +128,12 @@ def test_what_is_not_fetched_is_held_to_its_bound_and_all_of_it_comes_back(site:
         post(site.prefill.url, body_of(fresh_prompt(40), 1, kv_transfer_params=params))["kv_transfer_params"]
         for _ in range(HELD + 6)
     ]
-    held = [answer for answer in answers if "source" in answer]
+    with_source = [answer for answer in answers if "source" in answer]
     refused = [answer["pd_push"]["code"] for answer in answers if "source" not in answer]
-    assert len(held) >= HELD and set(refused) <= {"PD-META-028"}
+    assert len(with_source) >= HELD and set(refused) <= {"PD-META-028"}
     post(site.prefill.url, body_of(fresh_prompt(300), 4))
     wait_for_free_blocks([site.prefill], {site.prefill.name: free})
-    forgotten = body_of(fresh_prompt(40), 2, kv_transfer_params={**held[0]})
+    forgotten = body_of(fresh_prompt(40), 2, kv_transfer_params={**with_source[0]})
     before = time.monotonic(), len(failures(site.decode))
     post(site.decode.url, forgotten)  # another prompt than the source's: D computes it
     assert len(failures(site.decode)) == before[1] + 1
@@ -142,11 +142,11 @@ def test_what_is_not_fetched_is_held_to_its_bound_and_all_of_it_comes_back(site:
 @pytest.mark.slow
 def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Cluster, tally: AnswerTally) -> None:
     listener, bootstrap = cluster.ports(2), cluster.port()
-    held = {"hold_sources": HELD, "hold_s": HOLD_S, "side_channel_port": listener, "bootstrap_port": bootstrap}
+    p_extra = {"hold_sources": HELD, "hold_s": HOLD_S, "side_channel_port": listener, "bootstrap_port": bootstrap}
     allowed = {"prefill_listeners": [f"127.0.0.1:{listener + rank}" for rank in range(2)]}
     experts: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16}
     p, d = cluster.start(
-        EngineSpec("ranks-p", ensure("moe"), role="kv_producer", dp=2, extra=cluster.push_config(**held), **experts),
+        EngineSpec("ranks-p", ensure("moe"), role="kv_producer", dp=2, extra=cluster.push_config(**p_extra), **experts),
         EngineSpec(
             "ranks-d", ensure("moe"), role="kv_consumer", policy="fail", extra=cluster.push_config(**allowed), **experts
         ),

@@ -40,11 +40,11 @@ class RunOutcome:
 def extract(release: str, where: Path, files: Sequence[str]) -> None:
     """Write these files, with what they import, and the configuration of the model that they name."""
     for folder in sorted({*(str(Path(file).parent) for file in files), CONNECTORS}):
-        found = sdist.read(sdist.ensure(PINS[release]), folder, ".py")
+        texts = sdist.read(sdist.ensure(PINS[release]), folder, ".py")
         wanted = {Path(file).name for file in files if str(Path(file).parent) == folder}
         (where / folder).mkdir(parents=True, exist_ok=True)
         for name in (*wanted, "utils.py"):
-            (where / folder / name).write_text(found[name])
+            (where / folder / name).write_text(texts[name])
         for parent in (
             Path(folder),
             *Path(folder).parents[:-1],

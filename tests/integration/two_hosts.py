@@ -42,10 +42,10 @@ def _join(path: str) -> None:
 @contextmanager
 def _holding() -> Iterator[subprocess.Popen[bytes]]:
     """Hold a new network namespace by a process that only sleeps."""
-    own = Path("/proc/self/ns/net").readlink()
+    our_namespace = Path("/proc/self/ns/net").readlink()
     holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
     try:
-        eventually(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != own, "unshare")
+        eventually(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != our_namespace, "unshare")
         yield holder
     finally:
         holder.kill()

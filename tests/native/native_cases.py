@@ -62,11 +62,11 @@ def cache_case(name: str, cache: CountedMemory, rows: np.ndarray, size: int, kin
         r = facts.regions[region]
         start = block * r.block_stride + head * r.head_stride + token * r.token_stride
         cells = _box(start, heads, r.head_stride, count, r.token_stride, r.cell_bytes)
-        places = _box(offset, heads, head_stride, count, token_stride, r.cell_bytes)
+        buffer_cells = _box(offset, heads, head_stride, count, token_stride, r.cell_bytes)
         if kind == GATHER:
-            expected[-1][places] = before[region][cells]
+            expected[-1][buffer_cells] = before[region][cells]
         else:
-            expected[region][cells] = before[-1][places]
+            expected[region][cells] = before[-1][buffer_cells]
     return OpCase(name, kind, views, rows, before, expected)
 
 

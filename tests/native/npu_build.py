@@ -173,22 +173,22 @@ class Build:
         settings, report = f"--rcfile={self._settings()}", self.folder / "report.json"
         for words in (["combine", "--keep", "--quiet", settings], ["json", "--quiet", settings, "-o", str(report)]):
             subprocess.run([*coverage, *words], check=True, capture_output=True, timeout=120, cwd=ROOT)
-        found = {}
+        by_file = {}
         for name, file in json.loads(report.read_text())["files"].items():
             source = (ROOT / name).read_text()
             text, inside = source.splitlines(), _inside_functions(source)
             missed = [f"{number}: {text[number - 1].strip()}" for number in file["missing_lines"] if number in inside]
             run = [number for number in file["executed_lines"] if number in inside]
             share = len(run) / max(1, len(run) + len(missed))
-            found[str(Path(name).relative_to("vllm_ascend_pd"))] = (share, missed)
-        return found
+            by_file[str(Path(name).relative_to("vllm_ascend_pd"))] = (share, missed)
+        return by_file
 
     def uncovered(self) -> dict[str, tuple[float, list[str]]]:
         """Return for each source of the binding the share of lines run since `forget_counts`, and the lines not run."""
         [notes] = self.folder.glob("*binding.gcno")
         command = ["gcov", "--json-format", "--stdout", str(notes)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=self.folder)
-        found = {}
+        by_file = {}
         for file in json.loads(done.stdout)["files"]:
             path = Path(file["file"])
             if ROOT / "csrc" not in path.parents:
@@ -198,8 +198,8 @@ class Build:
                 ran[line["line_number"]] = max(ran.get(line["line_number"], 0), line["count"])
             text = path.read_text().splitlines()
             missed = [f"{number}: {text[number - 1].strip()}" for number, count in sorted(ran.items()) if not count]
-            found[str(path.relative_to(ROOT / "csrc"))] = (1 - len(missed) / len(ran), missed)
-        return found
+            by_file[str(path.relative_to(ROOT / "csrc"))] = (1 - len(missed) / len(ran), missed)
+        return by_file
 
     def ensure(self: BuildT) -> BuildT:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -52,20 +52,20 @@ class NpuMemory(RegisteredMemory):
         """Return the parts as bytes, which can be copied whatever the dtype is."""
         return [part.view(torch.uint8) for part in ((value,) if isinstance(value, torch.Tensor) else value)]
 
-    def _send(self, own: int) -> None:
-        for host, mirror in zip(self._hosts[own], self._mirrors[own], strict=True):
+    def _send(self, local_layer: int) -> None:
+        for host, mirror in zip(self._hosts[local_layer], self._mirrors[local_layer], strict=True):
             self._sent.append(host.clone().pin_memory())  # a copy from other memory would wait for the stream
             mirror.copy_(self._sent[-1], non_blocking=True)
 
     def fill(self, value: int) -> None:
         super().fill(value)
-        for own in range(len(self._hosts)):
-            self._send(own)
+        for local_layer in range(len(self._hosts)):
+            self._send(local_layer)
         torch.npu.synchronize()
 
-    def write(self, layer: int, own: int, *rest: Any) -> None:
-        super().write(layer, own, *rest)
-        self._send(own)
+    def write(self, layer: int, local_layer: int, *rest: Any) -> None:
+        super().write(layer, local_layer, *rest)
+        self._send(local_layer)
 
     def fetch(self) -> None:
         torch.npu.synchronize()

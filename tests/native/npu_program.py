@@ -67,12 +67,12 @@ def filled(size: int, device: str) -> torch.Tensor:
 
 def views(cache: CountedMemory, device: str) -> list[torch.Tensor]:
     facts = cache.geometry
-    found = []
+    cell_views = []
     for region, memory in zip(facts.regions, cache.memory, strict=True):
         blocks = torch.from_numpy(memory).view(cache.blocks, region.block_stride)
         blocks = to_npu(blocks) if device == "npu" else blocks
-        found.append(ops.cell_view(blocks, region, len(cache.heads), 1 if region.opaque else facts.block_size))
-    return found
+        cell_views.append(ops.cell_view(blocks, region, len(cache.heads), 1 if region.opaque else facts.block_size))
+    return cell_views
 
 
 def expect(what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -161,11 +161,11 @@ class PagesOnHost:
         self.calls += 1
         for cache, out in ((key_cache, key), (value_cache, value)):
             host = cache.cpu()
-            found = [
+            sequences = [
                 host[table].flatten(0, 1)[:length]
                 for table, length in zip(block_tables.cpu().long(), seq_lens.cpu().tolist(), strict=True)
             ]
-            out.copy_(torch.cat(found))
+            out.copy_(torch.cat(sequences))
 
 
 def copies() -> str:
@@ -364,14 +364,14 @@ def _exchange_step(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int,
     received = filled(sum(plan.receive_splits), "npu")
     slots = [filled(slot.nbytes, "npu") for slot in plan.slots]
     gather = ops.Gather(plan.send, caches, sent)
-    own = [ops.Gather(slot.own_rows, caches, out) for slot, out in zip(plan.slots, slots, strict=True)]
+    gathers = [ops.Gather(slot.own_rows, caches, out) for slot, out in zip(plan.slots, slots, strict=True)]
     rest = [ops.Assemble(slot.received, received, out) for slot, out in zip(plan.slots, slots, strict=True)]
     for _ in range(3):
         side.wait_stream(torch.npu.current_stream())
         with torch.npu.stream(side):
             gather(caches, sent)
             dist.all_to_all_single(received, sent, plan.receive_splits, plan.send_splits)
-            for mine, arrived, out in zip(own, rest, slots, strict=True):
+            for mine, arrived, out in zip(gathers, rest, slots, strict=True):
                 mine(caches, out)
                 arrived(received, out)
             done = torch.npu.Event()
@@ -388,13 +388,13 @@ def _wanted(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int) -> lis
         send = torch.zeros(sum(plan.send_splits), dtype=torch.uint8)
         ops.gather(views(cluster.ranks[plan.rank], "cpu"), torch.from_numpy(plan.send), send)
         incoming.append(send.split(plan.send_splits)[rank])
-    received, found = torch.cat(incoming), []
+    received, expected = torch.cat(incoming), []
     for slot in plans[rank].slots:
         out = filled(slot.nbytes, "cpu")
         ops.gather(views(cluster.ranks[rank], "cpu"), torch.from_numpy(slot.own_rows), out)
         ops.assemble(received, torch.from_numpy(slot.received), out)
-        found.append(out)
-    return found
+        expected.append(out)
+    return expected
 
 
 @functools.cache
@@ -608,8 +608,8 @@ def formats() -> str:
     plain = [torch.empty(shape[skip:], dtype=torch.float16, device="npu") for skip in (0, 1, 2)]
     plain.append(torch.empty((2, *shape), dtype=torch.float16, device="npu")[0])
     fractal = torch_npu.empty_with_format(shape, dtype=torch.float16, device="npu", acl_format=29)
-    found = [device.packing(cache, 16, 64) for cache in (*plain, fractal)]
-    return "ok" if found == [("plain", False)] * 4 + [("npu-format-29", True)] else str(found)
+    packings = [device.packing(cache, 16, 64) for cache in (*plain, fractal)]
+    return "ok" if packings == [("plain", False)] * 4 + [("npu-format-29", True)] else str(packings)
 
 
 def speed() -> str:

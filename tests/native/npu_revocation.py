@@ -109,7 +109,7 @@ def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool
         late = landed(memory)
         memory.fill(None)
         writer.say(old, base)
-        again = writer.line()
+        old_state = writer.line()
         time.sleep(SETTLE_S)
         cached = landed(memory)
         memory.fill(None)
@@ -121,7 +121,8 @@ def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool
     right = not late and not cached and state == "landed" and whole == size
     print(
         f"figure: revocation over {protocol}, writer stopped with {before / size:.0%} landed: {late} bytes landed when it "
-        f"woke ({woken}), {cached} through the old session ({again}), {whole / size:.0%} through the new one ({state}), "
+        f"woke ({woken}), {cached} through the old session ({old_state}), "
+        f"{whole / size:.0%} through the new one ({state}), "
         + ("as it must be" if right else "WRONG")
     )
     return right

@@ -207,16 +207,16 @@ def test_every_line_that_only_an_npu_would_run_has_run(
 ) -> None:
     results = {name: scenario(name) for _, names in PROGRAMS for name in names if name not in ("schemas", *SLOW)}
     assert set(results.values()) == {"ok"}, results
-    found = {f"csrc/{name}": facts for name, facts in build.uncovered().items()} | build.uncovered_python()
-    found = {
-        file: facts for file, facts in found.items() if file.startswith(SHOWN) and not file.endswith("__init__.py")
+    coverage = {f"csrc/{name}": facts for name, facts in build.uncovered().items()} | build.uncovered_python()
+    coverage = {
+        file: facts for file, facts in coverage.items() if file.startswith(SHOWN) and not file.endswith("__init__.py")
     }
     with capsys.disabled():
         print()
-        for file, (share, missed) in sorted(found.items()):
+        for file, (share, missed) in sorted(coverage.items()):
             print(f"  {file}: {share:.1%} of the lines ran", *(f"    {line}" for line in missed), sep="\n")
-    assert {file: found[file][1] for file in COMPLETE} == {file: [] for file in COMPLETE}
-    missed = {(file, function_of(file, int(line.split(":")[0]))) for file in ELSEWHERE for line in found[file][1]}
+    assert {file: coverage[file][1] for file in COMPLETE} == {file: [] for file in COMPLETE}
+    missed = {(file, function_of(file, int(line.split(":")[0]))) for file in ELSEWHERE for line in coverage[file][1]}
     assert missed <= {(file, name) for file, names in ELSEWHERE.items() for name in names}
 
 

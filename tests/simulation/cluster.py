@@ -383,7 +383,7 @@ class SimulatedCluster:
 
     def check_first(self, engine: DecodeEngine, request: DecodeRequest, start: Start) -> None:
         """Check promise 6: a held request continues in time; with a token of P's only if its KV is of the same push."""
-        waited = self.world.now - request.held - (engine.stopped_s() - request.stopped_before)
+        waited = self.world.now - request.held_since - (engine.stopped_s() - request.stopped_before)
         if waited > (self.settings.timers.lease_s if request.whole else FIRST_WAIT_S) + 0.1:
             raise Violation(f"promise 6: {request.name} waited {waited:.1f} s for its first token")
         if start.first is not None and self._sampled[start.first.token - 1] != request.push:
@@ -427,7 +427,7 @@ class SimulatedCluster:
         for engine in self.decode:
             left = {
                 "waiting requests": len(engine.waiting),
-                "held requests": len(engine.held),
+                "held requests": len(engine.held_requests),
                 "loads": len(engine.loading) + engine.book.count(*LoadState),
                 "offers": engine.offers.open_count(),
                 "blocks": len(pool(engine.geometry, engine.shape.blocks)) - len(engine.free),
@@ -458,9 +458,9 @@ class SimulatedCluster:
 
 
 def _nothing(owner: str, left: dict[str, int]) -> None:
-    found = {what: count for what, count in left.items() if count}
-    if found:
-        raise Violation(f"promise 5: {owner} has left {found}")
+    leftovers = {what: count for what, count in left.items() if count}
+    if leftovers:
+        raise Violation(f"promise 5: {owner} has left {leftovers}")
 
 
 def _as_text(world: World, message: Message) -> str:

@@ -68,7 +68,7 @@ class DecodeRequest:
     outputs: list[int] = field(default_factory=list)  # first tokens sent to the client: P's, or 0 for D's own
     push: str = ""  # the push of its KV
     whole: bool = False  # it can begin only with P's token
-    held: float = 0.0  # the time since when it waits for its first token, with its KV complete
+    held_since: float = 0.0  # the time since when it waits for its first token, with its KV complete
     # the time when its engine learned that its prefill had failed, and no P had begun to push
     hopeless: float | None = None
     params: dict[str, object] = field(default_factory=dict)
@@ -207,13 +207,13 @@ class DecodeRank:
             self.process.post(world.rng.uniform(0.01, 1.5), self._not_revoked if fails else self._revoked)
 
     def _without_drafts(self, note: Note) -> None:
-        found = [
+        prefills = [
             p
             for p in self.engine.cluster.prefill
             for rank in p.ranks
             if rank.process.incarnation == note.facts["prefill"]
         ]
-        if any(p.shape.drafts for p in found):
+        if any(p.shape.drafts for p in prefills):
             raise Violation(
                 f"promise 3: {self.process.name} does not expect the draft model's layers of a P that has it"
             )
@@ -280,7 +280,7 @@ class DecodeEngine:
         self.waiting: deque[DecodeRequest] = deque()
         self.loading: dict[str, DecodeRequest] = {}
         self.decoding: dict[str, DecodeRequest] = {}
-        self.held: dict[str, DecodeRequest] = {}  # by request id, as in the book of first tokens
+        self.held_requests: dict[str, DecodeRequest] = {}  # by request id, as in the book of first tokens
         self.outcomes: deque[tuple[TransferId, str, FirstToken | None]] = deque()
         self._by_transfer: dict[TransferId, DecodeRequest] = {}
         self._stepping = False
@@ -301,7 +301,7 @@ class DecodeEngine:
             else:
                 self.orphans.append(rank)
                 world.after(self._orphaned.choice(delays), rank.process.kill)
-        for request in (*self.waiting, *self.loading.values(), *self.held.values(), *self.decoding.values()):
+        for request in (*self.waiting, *self.loading.values(), *self.held_requests.values(), *self.decoding.values()):
             request.state = "died with its engine"
             world.stats["requests died with their engine"] += 1
         self.cluster.broker.decode_died(self)
@@ -329,7 +329,7 @@ class DecodeEngine:
             self.waiting.remove(request)
             self._finish(request)
             self._end(request, "left")
-        elif request.name in self.loading or request.name in self.held:
+        elif request.name in self.loading or request.name in self.held_requests:
             self._finish(request)
             self._poke()
 
@@ -497,9 +497,9 @@ class DecodeEngine:
             self.cluster.world.stats["transfers failed"] += 1
         self._poke()
         if load.state in WITHHELD:
-            request.push, request.held, request.state = load.push, self.cluster.world.now, "held"
+            request.push, request.held_since, request.state = load.push, self.cluster.world.now, "held"
             request.stopped_before = self.stopped_s()
-            self.held[request.name] = request
+            self.held_requests[request.name] = request
             self.scheduler.post(self.cluster.settings.timers.lease_s if request.whole else FIRST_WAIT_S, self._poke)
         elif request.left:
             self._end(request, "left")
@@ -510,7 +510,7 @@ class DecodeEngine:
 
     def _go_on(self, start: Start) -> None:
         """Continue a held request with its first token, or compute that."""
-        request = self.held.pop(start.request_id, None)
+        request = self.held_requests.pop(start.request_id, None)
         if request is None:
             raise Violation(f"promise 6: {start.request_id} goes on, and was not held")
         self.cluster.check_first(self, request, start)
@@ -594,8 +594,8 @@ class DecodeEngine:
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and (gaps or request.transfer in rank.undrafted):
                 continue
-            for region, (places, right) in enumerate(cells[memory.planes[index]]):
-                found = memory.plane(index, region)[places]
-                if not np.array_equal(found, right + np.uint8(shade(layer, region))):
+            for region, (offsets, right) in enumerate(cells[memory.planes[index]]):
+                stored = memory.plane(index, region)[offsets]
+                if not np.array_equal(stored, right + np.uint8(shade(layer, region))):
                     return names[layer]
         return None

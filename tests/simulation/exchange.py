@@ -60,14 +60,14 @@ class StreamEvent:
 class SlotMoves:
     """Moves that fill one slot; `tags` are the last tags of its sources, by slot number."""
 
-    own: Moves
+    own_moves: Moves
     received: Moves
     sources: tuple[int, ...]
     tags: dict[int, dict[int, int]]
 
     def absent(self, slot: StagingSlot, number: int) -> list[int]:
-        found = self.tags.get(slot.number, {})
-        return absent({source: found.get(source, 0) for source in self.sources}, number)
+        last_tags = self.tags.get(slot.number, {})
+        return absent({source: last_tags.get(source, 0) for source in self.sources}, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class RankStream:
             if slot is None:
                 continue
             memory: Any = slot.memory
-            memory.bytes[moves.own[1]] = cache[moves.own[0]]
+            memory.bytes[moves.own_moves[1]] = cache[moves.own_moves[0]]
             memory.bytes[moves.received[1]] = received[moves.received[0]]
             self._tags[slot.number] = {source: tags[source] for source in moves.sources}
 

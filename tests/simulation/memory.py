@@ -40,12 +40,12 @@ class Content:
         size = kind.kv_heads * width
         begin, end = self._start + first * size, self._start + last * size
         flat = _POOL[begin:end] if end <= _PERIOD else _POOL[np.arange(begin, end) % _PERIOD]
-        found = flat.reshape(last - first, kind.kv_heads, width)[:, heads.start : heads.stop]
+        cells = flat.reshape(last - first, kind.kv_heads, width)[:, heads.start : heads.stop]
         if kind.opaque:
             blocks = np.arange(first, last)
             filled = np.minimum(computed - blocks * kind.block_size, kind.block_size).astype(np.uint8)
-            found = found + filled[:, None, None]
-        return found
+            cells = cells + filled[:, None, None]
+        return cells
 
 
 def shade(layer: int, region: int) -> int:
@@ -65,8 +65,8 @@ class Planes:
     def __init__(self, kind: CacheGeometry, layers: int, blocks: int, rank: int, start: int) -> None:
         self.kind, self.regions = kind, kind.regions
         self.heads = kind.head_range(rank)
-        again, place = divmod(rank, kind.tp_size)
-        self.world, self.part = kind.dcp * kind.pcp, again * kind.dcp + place % kind.dcp
+        pcp_rank, place = divmod(rank, kind.tp_size)
+        self.world, self.part = kind.dcp * kind.pcp, pcp_rank * kind.dcp + place % kind.dcp
         self.start, self.layers, self._blocks = start, layers, blocks
         self.sizes = [region.block_stride * blocks for region in self.regions]  # bytes of each region of one layer
         self.offsets = [0, *itertools.accumulate(self.sizes)]  # of its regions
@@ -106,24 +106,24 @@ class Planes:
 
         `blocks` is the block table from token 0. Regions of one layout share the places.
         """
-        found: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.uint8]]] = {}
-        own, places = self._own(first, last)
+        layouts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.uint8]]] = {}
+        indices, local_cells = self._own_cells(first, last)
         cells = []
         for region in self.regions:
             like = region.block_stride, region.head_stride, region.token_stride, region.cell_bytes
-            if like not in found:
+            if like not in layouts:
                 right = content.cells(self.kind, region, first, last, self.heads, computed)
-                found[like] = self._offsets(region, blocks, places), right if self.world == 1 else right[own]
-            cells.append(found[like])
+                layouts[like] = self._offsets(region, blocks, local_cells), right if self.world == 1 else right[indices]
+            cells.append(layouts[like])
         return cells
 
-    def _own(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _own_cells(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which of the cells [first, last) this rank has, and their places, which are consecutive."""
         cells = np.arange(last)
         if self.world == 1:
             return cells[first:] - first, cells[first:]
-        held = np.flatnonzero(cells // self.kind.interleave % self.world == self.part)
-        return held[held >= first] - first, np.flatnonzero(held >= first)
+        rank_cells = np.flatnonzero(cells // self.kind.interleave % self.world == self.part)
+        return rank_cells[rank_cells >= first] - first, np.flatnonzero(rank_cells >= first)
 
     def _offsets(self, region: Region, blocks: NDArray[np.int64], cells: NDArray[np.int64]) -> NDArray[np.int64]:
         size = self.kind.block_size
@@ -134,8 +134,8 @@ class Planes:
         else:
             start = blocks[cells // size] * region.block_stride + cells % size * region.token_stride
         heads = np.arange(len(self.heads)) * region.head_stride
-        found: NDArray[np.int64] = start[:, None, None] + heads[None, :, None] + np.arange(region.cell_bytes)
-        return found
+        offsets: NDArray[np.int64] = start[:, None, None] + heads[None, :, None] + np.arange(region.cell_bytes)
+        return offsets
 
 
 class RankMemory:
@@ -155,14 +155,14 @@ class RankMemory:
         place_of: dict[str, tuple[Planes, int]] = {}
         layers_of = [[name for name in names if name in kind.layers] for kind in geometry.kinds]
         most, starts, end = dict[tuple[str, ...], int](), dict[tuple[str, ...], int](), 0
-        for kind, own in zip(geometry.kinds, layers_of, strict=True):
-            most[_alike(kind)] = max(len(own), most.get(_alike(kind), 0))
-        for kind, own in zip(geometry.kinds, layers_of, strict=True):
+        for kind, layers in zip(geometry.kinds, layers_of, strict=True):
+            most[_alike(kind)] = max(len(layers), most.get(_alike(kind), 0))
+        for kind, layers in zip(geometry.kinds, layers_of, strict=True):
             start = starts.setdefault(_alike(kind), end)
             planes = Planes(kind, most[_alike(kind)], shape.blocks, rank, start)
             end = max(end, planes.end)
             self.kinds.append(planes)
-            place_of.update({name: (planes, i) for i, name in enumerate(own)})
+            place_of.update({name: (planes, i) for i, name in enumerate(layers)})
         self.planes = [place_of[name][0] for name in names]  # by layer
         self._starts = [planes.start + i * planes.layer_bytes for planes, i in (place_of[name] for name in names)]
         self.bytes = np.zeros(end, dtype=np.uint8)

@@ -70,7 +70,7 @@ class EngineStep:
     computing: int = 0  # layers that the device has not reached
     ended: bool = False  # every hook has been called
     behind: list[StreamEvent] = field(default_factory=list)  # reached when the device has finished the step
-    found: list[Fill] = field(default_factory=list)  # cached blocks, by requests of the next step
+    cached_fills: list[Fill] = field(default_factory=list)  # cached blocks, by requests of the next step
 
 
 class SimulatedWriter(Writer):
@@ -182,11 +182,11 @@ class PrefillRank:
         self._waking = self._turning = False
         self._writer_died = False
         self.exchanging = RankExchanges(self, group, room) if group is not None and room is not None else None
-        own, parts = stage_geometry(engine.geometry, stage), self.exchanging
+        geometry, parts = stage_geometry(engine.geometry, stage), self.exchanging
         self.core: Pushes = cluster.mutation.pushes()(
             settings.push(),
             PushSite(self.process.incarnation, self.contributor, MODEL),
-            own,
+            geometry,
             self.memory.bases,
             parts.staging if parts is not None else None,
             room,
@@ -201,14 +201,14 @@ class PrefillRank:
             asked = self.deciding, self.process.clock, _never
             exchanger = Exchanger("", *asked, stream, parts.staging, stream, self.put)
         self._steps = cluster.mutation.steps(
-            own.layers,
+            geometry.layers,
             self.deciding,
             self._record,
             self.put,
             self.process.clock,
             exchanger,
-            drafts=own.drafts,
-            states=own.states,
+            drafts=geometry.drafts,
+            states=geometry.states,
         )
         self._ending: EngineStep | None = None
         self._busy = False  # the host runs a step
@@ -312,7 +312,7 @@ class PrefillRank:
     def _cached(self, fills: list[Fill]) -> None:
         """Fill what a request found in P's cache, once the device has done the step before."""
         if self._before is not None:
-            self._before.found += fills
+            self._before.cached_fills += fills
             return
         for fill in fills:
             for layer, name in enumerate(self.engine.geometry.stages[self.stage]):
@@ -369,8 +369,8 @@ class PrefillRank:
     def _pass(self, step: EngineStep) -> None:
         """Reach the events recorded after the last layer."""
         if not step.computing:
-            found, step.found = step.found, []
-            self._cached(found)
+            fills, step.cached_fills = step.cached_fills, []
+            self._cached(fills)
             for event in step.behind:
                 event.reached = True
             if step.behind and self.exchanging is not None:
@@ -391,8 +391,8 @@ class PrefillRank:
             fill.touched |= frozenset(table[begin // group.covers : needed(group, fill.last)].tolist())
         if self.flights:
             self._check_overwrite(fill)
-        for region, (places, cells) in enumerate(fill.cells[planes]):
-            memory.plane(layer, region)[places] = cells + np.uint8(shade(memory.layers[layer], region))
+        for region, (offsets, cells) in enumerate(fill.cells[planes]):
+            memory.plane(layer, region)[offsets] = cells + np.uint8(shade(memory.layers[layer], region))
 
     def _check_overwrite(self, fill: Fill) -> None:
         """Check promise 2: blocks that a live push may still read are not overwritten for another request.
@@ -567,7 +567,7 @@ class PrefillRank:
 
     def left(self) -> dict[str, int]:
         open_pushes = [push for push in self.core.records.values() if not push.closed]
-        found = {
+        counts = {
             "records": self.core.sender.record_count(),
             "pushes": len(open_pushes),
             "unsealed": sum(push.sealing for push in self.core.records.values()),
@@ -577,7 +577,7 @@ class PrefillRank:
         }
         parts, made = self.exchanging, self.core.exchanges
         if parts is not None and made is not None:
-            found |= {
+            counts |= {
                 "exchanges waiting": len(parts.stream.queue),
                 "steps": len(made.steps),
                 "missing": len(made.missed),
@@ -585,7 +585,7 @@ class PrefillRank:
                 "owed": sum(len(push.owed) for push in self.core.records.values()),
                 "slots": made.staging.taken,
             }
-        return found
+        return counts
 
 
 def _never(seconds: float) -> None:

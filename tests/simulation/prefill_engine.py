@@ -78,7 +78,7 @@ class FlyingStep:
 
     left: set[int]  # ranks that have not ended it
     scheduled: list[tuple[Prompt, int]]  # and how many of its tokens are computed with it
-    over: list[str] = field(default_factory=list)  # requests that have ended since, of which ranks hear behind it
+    ended: list[str] = field(default_factory=list)  # requests that have ended since, of which ranks hear behind it
 
 
 class PrefillEngine:
@@ -388,7 +388,7 @@ class PrefillEngine:
         computed, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
         beside, self._beside = self._beside, []
         for chunk in chunks:
-            own = Chunk(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
+            core_chunk = Chunk(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
             size = max(group.covers for group in self.geometry.tables)
             if chunk.fresh and chunk.computed and not chunk.prompt.shared and self._dice.random() < 0.3:
                 self.cluster.world.stats["blocks found hot"] += 1
@@ -396,13 +396,13 @@ class PrefillEngine:
                 if self._others.random() < 0.5:
                     # Another connector loads them in this step, before each layer is computed.
                     self.cluster.world.stats["blocks loaded by another"] += 1
-                    computed.append(replace(own, cached=chunk.hot))
+                    computed.append(replace(core_chunk, cached=chunk.hot))
                     continue
                 groups = zip(chunk.new, self.geometry.tables, strict=True)
                 ids = [table[: chunk.computed // group.covers] for table, group in groups]
                 self._beside.append(f"beside {chunk.prompt.name}")
                 computed.append(Chunk(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
-            computed.append(own)
+            computed.append(core_chunk)
         for name in beside:
             self.book.finished(self.scheduler.clock(), name, holds_blocks=True, well=False, why="")
         self.book.step(computed, tables.__getitem__)
@@ -477,7 +477,7 @@ class PrefillEngine:
         if self._flying[0].left:
             return
         step = self._flying.popleft()
-        for name in step.over:
+        for name in step.ended:
             self._tell_over(name)
         for prompt, computed in step.scheduled:
             if computed >= prompt.tokens:
@@ -508,14 +508,14 @@ class PrefillEngine:
             why=why,
             sampled=lambda: self._sample(prompt) if why == "ended" else None,
         )
-        held, source = ending.blocks_held, ending.source.source if ending.source is not None else None
-        if held and not self.cluster.mutation.hasty_release:
+        holds_blocks, source = ending.blocks_held, ending.source.source if ending.source is not None else None
+        if holds_blocks and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
         else:
             self._release(prompt)
-        if held:
+        if holds_blocks:
             if self._flying:
-                self._flying[-1].over.append(prompt.name)
+                self._flying[-1].ended.append(prompt.name)
             else:
                 self._tell_over(prompt.name)
         else:

@@ -111,14 +111,14 @@ class SimulatedRouter:
         if how == "target late":
             delay = world.rng.choice((0.5, s.timers.hold_s)) * world.rng.uniform(0.8, 1.3)
         if how == "target twice":
-            again = self._copy(request)
+            duplicate = self._copy(request)
             world.after(
-                world.rng.choice((0.0, 0.1, 5.0)), self._to_decode, world.rng.choice(self.cluster.decode), again
+                world.rng.choice((0.0, 0.1, 5.0)), self._to_decode, world.rng.choice(self.cluster.decode), duplicate
             )
         if how != "target never":
             world.after(delay, self._to_decode, leg.decode, request)
 
     def _copy(self, request: DecodeRequest) -> DecodeRequest:
-        again = type(request)(self.cluster.world.name("request"), request.seed, request.tokens, request.content)
-        again.leg, again.source = request.leg, request.source
-        return again
+        duplicate = type(request)(self.cluster.world.name("request"), request.seed, request.tokens, request.content)
+        duplicate.leg, duplicate.source = request.leg, request.source
+        return duplicate

@@ -49,8 +49,8 @@ def run_seed(
         if not world.idle:
             raise Violation("promise 4: it never becomes quiet")
         cluster.check_end()
-    except (Violation, LocalProtocolError) as found:
-        violation = f"{type(found).__name__}: {found}"
+    except (Violation, LocalProtocolError) as problem:
+        violation = f"{type(problem).__name__}: {problem}"
         world.log("", "VIOLATION", violation)
     return SeedResult(seed, cluster.transfers, violation, world.faults, world.stats, world.reasons, world.trace)
 
@@ -86,9 +86,9 @@ def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1, plain
         for seed in range(first, first + count):
             if plain and not draw(seed).plain:
                 continue
-            found = run_seed(seed, ALL[mutation] if mutation else None)
-            violations = [found] if found.violation else []
-            total.add(Sum(1, found.transfers, violations, found.faults, found.stats, found.reasons))
+            result = run_seed(seed, ALL[mutation] if mutation else None)
+            violations = [result] if result.violation else []
+            total.add(Sum(1, result.transfers, violations, result.faults, result.stats, result.reasons))
             if len(total.violations) >= stop_at:
                 break
             if seed % 8 == 7:

@@ -262,7 +262,7 @@ class SimulationSettings:
 
     def _regions(self, shape: EngineShape, size: int, page: int) -> tuple[Region, ...]:
         """Return the regions of attentions with blocks of `size` tokens, which take the space of `page` tokens."""
-        heads, found = max(1, -(-self.kv_heads // shape.tp)), []
+        heads, regions = max(1, -(-self.kv_heads // shape.tp)), []
         for name in "kv"[: self.regions]:
             for word, width in ((name, self.cell), (f"{name} scale", self.quantised)):
                 cell = width * (size if self.opaque else 1)
@@ -273,8 +273,8 @@ class SimulationSettings:
                 else:
                     token, head = cell * heads, cell
                 if width:
-                    found.append(Region(word, heads * page * width, head, token, cell))
-        return tuple(found)
+                    regions.append(Region(word, heads * page * width, head, token, cell))
+        return tuple(regions)
 
     def grouped(
         self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]
@@ -578,13 +578,13 @@ def _later_faults(seed: int) -> dict[str, float]:
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
     """Return the geometry that a worker of one stage describes."""
-    own, begin = g.stages[stage], g.first_layer(stage)
-    kind_of = g.kind_of[begin : begin + len(own)]
+    names, begin = g.stages[stage], g.first_layer(stage)
+    kind_of = g.kind_of[begin : begin + len(names)]
     here = sorted({0, *kind_of})
     return msgspec.structs.replace(
         g,
-        stages=(own,),
-        drafts=tuple(name for name in g.drafts if name in own),
+        stages=(names,),
+        drafts=tuple(name for name in g.drafts if name in names),
         others=tuple(g.others[index - 1] for index in here[1:]),
         kind_of=tuple(map(here.index, kind_of)) if len(here) > 1 else (),
     )

@@ -23,9 +23,9 @@ def summed(texts: list[str]) -> tuple[Counter[str], Counter[str]]:
     for text in texts:
         tail = text if "\nviolations: " in text else ""
         for line in tail.splitlines():
-            found = _SEEDS.match(line)
-            if found:
-                total += Counter({"seeds": int(found[1]), "transfers": int(found[2]), "events": int(found[3])})
+            match = _SEEDS.match(line)
+            if match:
+                total += Counter({"seeds": int(match[1]), "transfers": int(match[2]), "events": int(match[3])})
             for count, what in _ENDS.findall(line):
                 total[what] += int(count)
             if line.startswith("violations: "):
@@ -33,9 +33,9 @@ def summed(texts: list[str]) -> tuple[Counter[str], Counter[str]]:
                 total["violations"] += int(line.split()[1])
         part = tail.partition("faults injected\n")[2].partition("why pushes")[0]
         for line in part.splitlines():
-            found = _COUNT.match(line)
-            if found:
-                faults[found[2]] += int(found[1])
+            match = _COUNT.match(line)
+            if match:
+                faults[match[2]] += int(match[1])
     return total, faults
 
 

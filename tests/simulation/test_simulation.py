@@ -153,7 +153,7 @@ def test_exchanges_are_made_and_missed(twenty_thousand: Sum, seeds: int) -> None
 )
 def test_transfers_fail_in_every_way_there_is(twenty_thousand: Sum, reason: str) -> None:
     """Leases that expire at the worst moment, restarts, invalid parts of exchanges."""
-    assert any(found.startswith(reason) for found in twenty_thousand.reasons), sorted(twenty_thousand.reasons)
+    assert any(cause.startswith(reason) for cause in twenty_thousand.reasons), sorted(twenty_thousand.reasons)
 
 
 @pytest.mark.parametrize("seed", [22, 27], ids=["direct", "exchanges"])

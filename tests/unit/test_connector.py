@@ -106,8 +106,8 @@ def test_registering_twice_is_fine_and_vllm_finds_the_class(monkeypatch: pytest.
     KVConnectorFactory._registry.pop(plugin.CONNECTOR, None)
     plugin.register()
     plugin.register()
-    found = KVConnectorFactory.get_connector_class(vllm_config().kv_transfer_config)
-    assert found is AscendPushConnector
+    connector_class = KVConnectorFactory.get_connector_class(vllm_config().kv_transfer_config)
+    assert connector_class is AscendPushConnector
 
 
 def test_a_vllm_without_connectors_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,8 +327,8 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: ConnectorPair,
     pair.decode.update_connector_output(connector_output)
     assert connector_output.finished_recving == {"r"}
     assert pair.decode.get_num_new_matched_tokens(request("r", None), 0) == (0, False)
-    held, answer = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
-    assert held and answer is not None
+    blocks_held, answer = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
+    assert blocks_held and answer is not None
     pushed, loaded = answer["pd_push"], pair.decode.request_finished_all_groups(request("r", None), ([3, 5],))
     assert loaded[0] is False and loaded[1] is not None
     report = loaded[1]["pd_load"]

@@ -33,14 +33,14 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 @functools.cache
 def literals() -> dict[str, str]:
     """Map every code that is a string in the package's code (docstrings excluded) to the files."""
-    found: dict[str, str] = {}
+    codes: dict[str, str] = {}
     for path, tree in sources():
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 for code in CODE.findall(node.value):
-                    found.setdefault(code, f"{path.relative_to(ROOT)}:{node.lineno}")
-    return found
+                    codes.setdefault(code, f"{path.relative_to(ROOT)}:{node.lineno}")
+    return codes
 
 
 def raised() -> list[tuple[str, str, ast.Call]]:

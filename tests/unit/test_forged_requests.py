@@ -103,8 +103,8 @@ def _at_prefill(pair: ConnectorPair, params: Any) -> dict[str, Any] | None:
     pair.prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
     meta = pair.prefill.build_connector_meta(output(name, len(TOKENS), [2, 4]))
     assert not meta.prefill.starts and not meta.prefill.slices  # type: ignore[attr-defined]
-    held, answer = pair.prefill.request_finished(asked, [2, 4])
-    assert not held, "its blocks are free at once"
+    blocks_held, answer = pair.prefill.request_finished(asked, [2, 4])
+    assert not blocks_held, "its blocks are free at once"
     return answer
 
 
@@ -251,8 +251,8 @@ def test_blocks_that_were_not_reserved_are_never_written(
     asked = request(name, _params(msgspec.structs.replace(valid, transfer=transfer, blocks=(ids,), deadline_s=1.0)))
     pair.prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
     pair.prefill_step(output(name, len(TOKENS), [2, 4]))
-    held, _ = pair.prefill.request_finished(asked, [2, 4])
-    assert held
+    blocks_held, _ = pair.prefill.request_finished(asked, [2, 4])
+    assert blocks_held
     sent: list[str] = []
     until(lambda: sent.extend(pair.prefill_step(output(), finished=frozenset({name})).finished_sending) or sent)
     pair.prefill.update_connector_output(KVConnectorOutput(finished_sending=set(sent)))
@@ -265,8 +265,8 @@ def test_a_reservation_is_good_for_one_push(pair: ConnectorPair) -> None:
     asked = pair.load(f"served-{next(_names)}")
     pair.prefilled(asked)
     until(pair.results, "the load")
-    again = _at_prefill(pair, asked.kv_transfer_params)
-    assert again is not None and "pushed already" in again["pd_push"]["detail"]
+    report = _at_prefill(pair, asked.kv_transfer_params)
+    assert report is not None and "pushed already" in report["pd_push"]["detail"]
 
 
 # -- with a secret

@@ -22,11 +22,13 @@ ELSEWHERE = {"coverage", "mooncake", "torch_npu", "vllm_ascend"}  # not in every
 FILES = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
 
 
-def found(module: str, near: Path) -> Path | None:
+def path_of(module: str, near: Path) -> Path | None:
     """Return a module's file, or the folder of a package that has none, as Python finds it from a file in `near`."""
-    places = [folder.joinpath(*module.split(".")) for folder in (near, *(ROOT / folder for folder in FOLDERS))]
-    files = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file())
-    return next(files, None) or next((place for place in places if place.is_dir()), None)
+    candidates = [folder.joinpath(*module.split(".")) for folder in (near, *(ROOT / folder for folder in FOLDERS))]
+    files = (
+        file for place in candidates for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()
+    )
+    return next(files, None) or next((place for place in candidates if place.is_dir()), None)
 
 
 @cache
@@ -67,10 +69,10 @@ def wrong(source: str, near: Path) -> Iterator[str]:
         else:
             continue
         for module, name in wanted:
-            there, top = found(module, near), module.partition(".")[0]
+            there, top = path_of(module, near), module.partition(".")[0]
             if there and name and not defines(there, name):
                 yield f"line {node.lineno}: no {name} in {there.relative_to(ROOT)}"
-            if not there and (found(top, near) or not (top in ELSEWHERE or find_spec(top))):
+            if not there and (path_of(top, near) or not (top in ELSEWHERE or find_spec(top))):
                 yield f"line {node.lineno}: no module {module}"
 
 

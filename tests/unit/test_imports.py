@@ -48,14 +48,14 @@ ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "a
 @cache
 def imported(path: Path) -> frozenset[str]:
     """Return everything that a file imports, including inside functions and for type checking."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            found.update(name if name in MODULES else node.module for name in inner)
-    return frozenset(found)
+            names.update(name if name in MODULES else node.module for name in inner)
+    return frozenset(names)
 
 
 def test_no_module_imports_itself_over_others() -> None:
@@ -80,14 +80,14 @@ def arrows(begin: tuple[str, ...], end: tuple[str, ...], but: frozenset[str] = f
 
     `but`: modules that may be imported.
     """
-    found = []
+    imports = []
     for name, path in MODULES.items():
         if name.removeprefix("vllm_ascend_pd.").startswith(begin):
             for module in sorted(set(imported(path)) & MODULES.keys()):
                 short = module.removeprefix("vllm_ascend_pd.")
                 if f"{short}.".startswith(end) and short not in but:
-                    found.append(f"{name} → {module}")
-    return found
+                    imports.append(f"{name} → {module}")
+    return imports
 
 
 # A side's two processes say to each other what metadata.py declares, and nothing else.
@@ -245,7 +245,7 @@ def test_a_class_name_is_that_of_one_class() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     where.setdefault(node.name, []).append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}")
-    assert {name: places for name, places in where.items() if len(places) > 1}.keys() == OF_VLLM_ASCEND
+    assert {name: lines for name, lines in where.items() if len(lines) > 1}.keys() == OF_VLLM_ASCEND
 
 
 def aliases(path: Path) -> Iterator[tuple[str, str]]:

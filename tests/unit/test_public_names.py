@@ -38,24 +38,24 @@ KEYS, IGNORED = "kv_connector_extra_config", "kv_connector_extra_config, without
 
 def names() -> dict[str, set[str]]:
     """Return the names that are shown to operators, by where they belong."""
-    found = {
+    by_owner = {
         KEYS: {f.name for group in config.GROUPS.values() for f in dataclasses.fields(group)} | {*config.CHECKED_SIZES},
         IGNORED: {*config.IGNORED},
         "metrics": metrics(),
     }
     for name in SUBCOMMANDS:
-        found[f"vllm-ascend-pd {name}"] = shown(subcommand(name))
+        by_owner[f"vllm-ascend-pd {name}"] = shown(subcommand(name))
     for name in SCRIPTS:
-        found[f"scripts/{name}.sh"] = of_script(name)
-    return found
+        by_owner[f"scripts/{name}.sh"] = of_script(name)
+    return by_owner
 
 
 def metrics() -> set[str]:
-    found = {PREFIX + name for name in METRICS}
-    found |= {f"{PREFIX}{name}{{reason}}" for name, metric in METRICS.items() if metric.kind == "count"}
+    metric_names = {PREFIX + name for name in METRICS}
+    metric_names |= {f"{PREFIX}{name}{{reason}}" for name, metric in METRICS.items() if metric.kind == "count"}
     for family in OF_METASERVER.registry._collector_to_names:
-        found |= {family._name, *(f"{family._name}{{{label}}}" for label in family._labelnames)}  # type: ignore[attr-defined]
-    return found
+        metric_names |= {family._name, *(f"{family._name}{{{label}}}" for label in family._labelnames)}  # type: ignore[attr-defined]
+    return metric_names
 
 
 def of_script(name: str) -> set[str]:

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 
 from tools.bench_load_parts.figures import ranged
-from tools.bench_load_parts.systems import MODEL, LoadedSystem, started
+from tools.bench_load_parts.systems import MODEL, LoadedSystem, PairSettings, started
 from tools.support.checks import settled_free_blocks, wait_for_free_blocks
 from tools.support.client import TIMEOUT, RequestFailed, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure a pair at its limit and beyond. Return 1 if a request was lost or anything was left behind."""
     args.out.mkdir(parents=True, exist_ok=True)
     shape = {"max_len": 2048, "chunk": 2048, "kv_bytes": args.kv_mib << 20, "max_seqs": 32}
-    limit = ("--max-running", str(args.admit), "--max-waiting", str(args.waiting))
-    with Cluster(fresh_directory("bench_load")) as cluster, started(cluster, "b", shape, limit) as systems:
+    limited = PairSettings(router=("--max-running", str(args.admit), "--max-waiting", str(args.waiting)))
+    with Cluster(fresh_directory("bench_load")) as cluster, started(cluster, "b", shape, limited) as systems:
         pair = systems["b"]
         free = {engine.name: settled_free_blocks(engine) for engine in pair.engines}
         turns = [asyncio.run(_turn(pair, args, turn, free)) for turn in range(args.repeats)]

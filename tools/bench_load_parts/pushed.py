@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a push for D: gaps between tokens of its running streams, with prompts pushed into it and without.
 
-In a turn each number of prompts at once has its phase, and one phase has none; a ratio is within a turn.
+In a turn each number of prompts at once has its phase, and one phase has none; a ratio is within a turn. With --alone
+each number has a second phase, in which P computes as many prompts that nobody pushes: what they cost D's streams
+without a transfer, as its host's memory and caches are P's too. D has a core to itself.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import httpx
 import numpy as np
 
 from tools.bench_load_parts.figures import ranged
-from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, started
+from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, PairSettings, started
 from tools.support.client import TIMEOUT, TimedAnswer, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.models import RECIPES
@@ -28,20 +31,49 @@ TALK = 640  # tokens of an answer of a stream, which then begins another one
 TALK_PROMPT = 32
 BEGUN_S, ENDED_S = 240.0, 240.0  # until all streams have begun, and until the last prompts of a phase are done
 LOOK_S = 0.05
+WORKER = "VLLM::Worker"  # as vLLM names its processes
+
+T = TypeVar("T")
+
+
+class Phase(NamedTuple):
+    """So many prompts at once."""
+
+    prompts: int
+    pushed: bool = True  # else P alone is asked for them
+
+
+NONE = Phase(0)
+
+
+class Used(NamedTuple):
+    """Processor seconds of D."""
+
+    worker: float = 0.0  # the model, the copies, what this package does around them
+    others: float = 0.0  # engine core and server
+
+    def since(self, before: Used) -> Used:
+        return Used(self.worker - before.worker, self.others - before.others)
 
 
 @dataclass(frozen=True)
 class PushedTurn:
-    """Gaps between tokens in one turn, seconds, by how many prompts were pushed at once."""
+    """Gaps between tokens in one turn, seconds, by phase."""
 
     streams: int
-    gaps: Mapping[int, Sequence[float]]
-    pushed: Mapping[int, int]  # prompts that arrived
+    gaps: Mapping[Phase, Sequence[float]]
+    answered: Mapping[Phase, int]  # prompts
+    used: Mapping[Phase, Used]
 
-    def ratio(self, pushes: int, percent: float) -> float:
-        """Return a percentile of the gaps over that without any push."""
-        with_, without = (float(np.percentile(self.gaps[number], percent)) for number in (pushes, 0))
-        return with_ / without
+    def ratio(self, phase: Phase, percent: float, other: Phase = NONE) -> float:
+        """Return a percentile of the gaps over that of another phase."""
+        of_phase, of_other = (float(np.percentile(self.gaps[one], percent)) for one in (phase, other))
+        return of_phase / of_other
+
+    def used_a_step(self, phase: Phase) -> Used:
+        """Return D's processor milliseconds for a token of each stream."""
+        steps = max(1, len(self.gaps[phase])) / self.streams
+        return Used(*(1e3 * seconds / steps for seconds in self.used[phase]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,17 +86,22 @@ def run(args: argparse.Namespace) -> int:
         "max_seqs": max(args.streams) + max(args.push),
     }
     turns: list[tuple[str, PushedTurn]] = []
+    kinds = (True, False) if args.alone else (True,)
+    phases = [NONE, *(Phase(number, pushed) for number in args.push for pushed in kinds)]
+    config = {"regroup": "always"} if args.regroup else {}
+    pair = PairSettings(args.p_tp, alone="d", config={**config, "verify": "full" if args.verify else "off"})
     with (
         Cluster(fresh_directory("bench_load")) as cluster,
-        started(cluster, "".join(letter for letter in args.systems if letter != "a"), shape) as systems,
+        started(cluster, "".join(letter for letter in args.systems if letter != "a"), shape, pair) as systems,
     ):
         for letter, system in systems.items():
             for streams in args.streams:
                 say(f"({letter}) {NAMES[letter]}, {streams} streams: {args.repeats} turns")
                 with system.running():
-                    measured = measure(system.url, streams, args.push, args.pushed, args.seconds, args.repeats)
+                    measured = measure(system, streams, phases, args.pushed, args.seconds, args.repeats)
                 turns += [(letter, one) for one in measured]
-    about = f"{args.pushed} tokens a prompt; {args.repeats} turns, {args.seconds:g} s a phase"
+    about = f"P TP {args.p_tp}, {args.pushed} tokens a prompt; {args.repeats} turns, {args.seconds:g} s a phase"
+    about += "; regrouped" * args.regroup + "; every block verified" * args.verify
     rows = [about, "", *table(turns, {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems})]
     say("\n".join(["", *rows]))
     (args.out / "push.md").write_text("\n".join(rows) + "\n")
@@ -83,15 +120,18 @@ def cache_bytes(streams: int, pushes: int, tokens: int, token_bytes: int) -> int
     return (streams * (TALK + TALK_PROMPT) + (pushes + 1) * tokens) * token_bytes * 5 // 4
 
 
-def measure(url: str, streams: int, pushes: Sequence[int], tokens: int, seconds: float, turns: int) -> list[PushedTurn]:
+def measure(
+    system: LoadedSystem, streams: int, phases: Sequence[Phase], tokens: int, seconds: float, turns: int
+) -> list[PushedTurn]:
     """Let streams run on a system, and push prompts of so many tokens into its D, phase by phase."""
-    return asyncio.run(_measure(url, streams, pushes, tokens, seconds, turns))
+    return asyncio.run(_measure(system, streams, phases, tokens, seconds, turns))
 
 
 async def _measure(
-    url: str, streams: int, pushes: Sequence[int], tokens: int, seconds: float, turns: int
+    system: LoadedSystem, streams: int, phases: Sequence[Phase], tokens: int, seconds: float, turns: int
 ) -> list[PushedTurn]:
-    vocab, path = RECIPES[MODEL].vocab, f"{url}/v1/completions"
+    vocab = RECIPES[MODEL].vocab
+    path, of_p = (f"{url}/v1/completions" for url in (system.url, system.prefills[0].url))
     answers: list[TimedAnswer] = []
     measured_turns: list[PushedTurn] = []
     limits = httpx.Limits(max_connections=None)
@@ -103,10 +143,10 @@ async def _measure(
                 answers.append(answer)
                 await stream(client, path, body_of(prompt(TALK_PROMPT, place * 1000 + number, vocab), TALK), answer)
 
-        async def push(seed: int, until: float) -> int:
+        async def ask(phase: Phase, seed: int, until: float) -> int:
             count = 0
             while time.monotonic() < until:
-                await stream(client, path, body_of(prompt(tokens, seed + count, vocab), 1))
+                await stream(client, path if phase.pushed else of_p, body_of(prompt(tokens, seed + count, vocab), 1))
                 count += 1
             return count
 
@@ -114,18 +154,22 @@ async def _measure(
         try:
             await _begun(answers, talks)
             for turn in range(turns):
-                gaps: dict[int, Sequence[float]] = {}
-                pushed: dict[int, int] = {}
-                for number in rotated((0, *pushes), turn):
-                    begin = time.monotonic()
-                    seeds = (10**6 * (1 + turn) + 10**5 * number + 1000 * place for place in range(number))
-                    sending = [asyncio.create_task(push(seed, begin + seconds)) for seed in seeds]
+                gaps: dict[Phase, Sequence[float]] = {}
+                answered: dict[Phase, int] = {}
+                used: dict[Phase, Used] = {}
+                for place, phase in enumerate(rotated(phases, turn)):
+                    before, begin = _used(system), time.monotonic()
+                    seeds = (10**7 * (1 + turn) + 10**5 * place + 1000 * number for number in range(phase.prompts))
+                    asking = [asyncio.create_task(ask(phase, seed, begin + seconds)) for seed in seeds]
                     await asyncio.sleep(seconds)
-                    gaps[number] = gaps_within([_moments(one) for one in answers], begin, time.monotonic())
-                    pushed[number] = sum(await asyncio.wait_for(asyncio.gather(*sending), ENDED_S))
+                    gaps[phase] = gaps_within([_moments(one) for one in answers], begin, time.monotonic())
+                    used[phase] = _used(system).since(before)
+                    answered[phase] = sum(await asyncio.wait_for(asyncio.gather(*asking), ENDED_S))
                     if ended := [one for one in talks if one.done()]:
                         await ended[0]  # raises what has ended a stream
-                measured_turns.append(PushedTurn(streams, gaps, pushed))
+                    p99 = float(np.percentile(gaps[phase], 99)) * 1e3
+                    say(f"  turn {turn + 1}, {_named(phase)}: {answered[phase]} answered, gap p99 {p99:.1f} ms")
+                measured_turns.append(PushedTurn(streams, gaps, answered, used))
         finally:
             for one in talks:
                 one.cancel()
@@ -145,28 +189,54 @@ async def _begun(answers: Sequence[TimedAnswer], talks: Sequence[asyncio.Task[No
         await asyncio.sleep(LOOK_S)
 
 
+def _used(system: LoadedSystem) -> Used:
+    worker = others = 0.0
+    for process in system.decodes[0].process.members():
+        times = process.cpu_times()
+        seconds = times.user + times.system
+        if process.name().startswith(WORKER):
+            worker += seconds
+        else:
+            others += seconds
+    return Used(worker, others)
+
+
 def _moments(answer: TimedAnswer) -> list[float]:
     return [answer.started + at for at in answer.times]
 
 
-def rotated(numbers: Sequence[int], turn: int) -> Sequence[int]:
-    start = turn % len(numbers)
-    return (*numbers[start:], *numbers[:start])
+def _named(phase: Phase) -> str:
+    return f"{phase.prompts} prompts at once" + ("" if phase.pushed else ", computed on P alone")
+
+
+def rotated(phases: Sequence[T], turn: int) -> Sequence[T]:
+    start = turn % len(phases)
+    return (*phases[start:], *phases[:start])
 
 
 def table(turns: Sequence[tuple[str, PushedTurn]], names: Mapping[str, str]) -> list[str]:
-    """Return a table in Markdown: gaps as ratios to those without pushes, medians and (lowest–highest)."""
-    rows = ["| | streams | prompts at once | pushed | gap p50, ms | gap p99, ms | p50 / none | p99 / none |"]
-    rows.append("|---" * 8 + "|")
+    """Return a table in Markdown: gaps as ratios to those of other phases, medians and (lowest–highest)."""
+    rows = [
+        "| | streams | prompts at once | answered | gap p50, ms | gap p99, ms | D's CPU a step, ms: worker, others |"
+    ]
+    rows[0] += " p50 / none | p99 / none |"
+    alone = any(not phase.pushed for _, one in turns for phase in one.gaps)
+    rows[0] += " p99 / computed alone |" * alone
+    rows.append("|---" * (10 if alone else 9) + "|")
     for system, streams in dict.fromkeys((system, one.streams) for system, one in turns):
         mine = [one for letter, one in turns if (letter, one.streams) == (system, streams)]
-        for number in sorted(mine[0].gaps):
+        for phase in sorted(mine[0].gaps):
             times = [
-                statistics.median(float(np.percentile(one.gaps[number], percent)) for one in mine) * 1e3
+                statistics.median(float(np.percentile(one.gaps[phase], percent)) for one in mine) * 1e3
                 for percent in (50, 99)
             ]
-            ratios = [ranged([one.ratio(number, percent) for one in mine]) for percent in (50, 99)]
-            pushed = sum(one.pushed[number] for one in mine)
-            cells = [names[system], f"{streams}", f"{number}", f"{pushed}", f"{times[0]:.1f}", f"{times[1]:.1f}"]
-            rows.append(f"| {' | '.join([*cells, *(ratios if number else ('', ''))])} |")
+            ratios = ["", ""] if phase == NONE else [ranged([one.ratio(phase, at) for one in mine]) for at in (50, 99)]
+            if alone:
+                other, has_other = Phase(phase.prompts, False), phase.pushed and phase != NONE
+                ratios.append(ranged([one.ratio(phase, 99, other) for one in mine]) if has_other else "")
+            cells = [names[system], f"{streams}", f"{phase.prompts}" + (" on P alone" * (not phase.pushed))]
+            cells += [f"{sum(one.answered[phase] for one in mine)}", f"{times[0]:.1f}", f"{times[1]:.1f}"]
+            cpu = [one.used_a_step(phase) for one in mine]
+            cells.append(", ".join(f"{statistics.median(values):.1f}" for values in zip(*cpu, strict=True)))
+            rows.append(f"| {' | '.join([*cells, *ratios])} |")
     return rows

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Systems of two engines each: all run at once, each engine on a core of its own, and one is asked at a time."""
+"""Systems of two engines each: all run at once, each engine on a core of its own, and one is asked at a time.
+
+P's ranks have one core, and so have all D's of a pair that has several.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tools.support import routers
-from tools.support.cluster import STRICT, Cluster, say
+from tools.support.cluster import STRICT, Cluster, Metaserver, say
 from tools.support.engine import EngineProcess
 from tools.support.in_tree import install_nixl, start_mooncake, start_nixl
 from tools.support.models import ensure
@@ -34,6 +37,7 @@ class LoadedSystem:
     prefills: Sequence[EngineProcess]  # engines that compute prompts
     decodes: Sequence[EngineProcess] = ()  # those that get them computed
     paused: bool = False  # while others are asked
+    front: Metaserver | None = None  # its router, if that is this package's
 
     @property
     def engines(self) -> tuple[EngineProcess, ...]:
@@ -63,32 +67,42 @@ class LoadedSystem:
                     engine.process.pause()
 
 
-def cores() -> tuple[list[int], list[int]]:
+@dataclass(frozen=True)
+class PairSettings:
+    """What a pair has that is not as usual."""
+
+    p_tp: int = 1
+    decodes: int = 1  # of this package's pair
+    alone: str = ""  # "p" or "d": router and client do not run on the core of this side
+    router: tuple[str, ...] = ()  # flags of this package's
+    config: Mapping[str, Any] = field(default_factory=dict)  # kv_connector_extra_config of this package's engines
+
+
+def cores(alone: str = "") -> tuple[list[int], list[int]]:
     """Return a core for each engine, and those for router and client: others, where there are enough."""
     have = sorted(os.sched_getaffinity(0))
     if len(have) < ENGINES:
         raise SystemExit(f"{ENGINES} engines need a core each, and there is {len(have)}")
-    return have[:ENGINES], have[ENGINES:] if len(have) >= ENGINES + 2 else have
+    if len(have) >= ENGINES + 2:
+        return have[:ENGINES], have[ENGINES:]
+    return have[:ENGINES], [core for core in have if not alone or core != have["pd".index(alone)]]
 
 
 @contextmanager
 def started(
-    cluster: Cluster, wanted: str, shape: dict[str, Any], limits: tuple[str, ...] = ()
+    cluster: Cluster, wanted: str, shape: dict[str, Any], pair: PairSettings = PairSettings()
 ) -> Iterator[dict[str, LoadedSystem]]:
-    """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had.
-
-    `limits`: flags of the router of this package's pair.
-    """
-    model, (engine_cores, rest) = ensure(MODEL), cores()
+    """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had."""
+    model, (engine_cores, rest) = ensure(MODEL), cores(pair.alone)
     os.sched_setaffinity(0, rest)  # what is started from here on, except for the engines
-    apart = "other cores" if set(rest).isdisjoint(engine_cores) else "the same cores"
-    say(f"engines on cores {', '.join(map(str, engine_cores))}, one thread each; routers and client on {apart}")
+    say(f"engines on cores {_listed(engine_cores)}, one thread each; routers and client on {_listed(rest)}")
 
     def spec(core: int, name: str, role: str, **more: Any) -> EngineSpec:
         return EngineSpec(name, model, role=role, prefix=("taskset", "-c", str(engine_cores[core])), **shape, **more)
 
     def of_pair(name: str, role: str, **more: Any) -> EngineSpec:
-        return spec(0 if role == "kv_producer" else 1, name, role, **more)
+        of_p = role == "kv_producer"
+        return spec(0 if of_p else 1, name, role, tp=pair.p_tp if of_p else 1, **more)
 
     systems: dict[str, LoadedSystem] = {}
     with ExitStack() as ends:
@@ -99,7 +113,7 @@ def started(
             if letter == "a":
                 systems["a"] = _colocated(cluster, spec)
             elif letter == "b":
-                systems["b"] = _ours(cluster, of_pair, limits)
+                systems["b"] = _ours(cluster, of_pair, pair)
             else:
                 systems[letter] = _in_tree(cluster, of_pair, letter, ends)
             for engine in systems[letter].engines if systems[letter].paused else ():
@@ -110,17 +124,25 @@ def started(
 def _colocated(cluster: Cluster, spec: Any) -> LoadedSystem:
     engines = cluster.start(*(spec(core, f"whole-{core}", "plain") for core in range(ENGINES)))
     front = cluster.metaserver([], engines, how=MetaserverSpec(("--no-canary",)))
-    return LoadedSystem(front.url, engines)
+    return LoadedSystem(front.url, engines, front=front)
 
 
-def _ours(cluster: Cluster, of_pair: Any, limits: tuple[str, ...]) -> LoadedSystem:
+def _ours(cluster: Cluster, of_pair: Any, pair: PairSettings) -> LoadedSystem:
     port = cluster.port()
-    config = cluster.push_config(verify="off")
+    config = {**cluster.push_config(verify="off"), **pair.config}
     del config["trace_dir"]
     d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
-    p, d = cluster.start(of_pair("ours-p", "kv_producer", extra=config), of_pair("ours-d", "kv_consumer", extra=d_side))
-    front = cluster.metaserver([p], [d], port, MetaserverSpec((*STRICT, *limits)))
-    return LoadedSystem(front.url, [p], [d])
+    d_names = [f"ours-d{number}" for number in range(pair.decodes)] if pair.decodes > 1 else ["ours-d"]
+    p, *d = cluster.start(
+        of_pair("ours-p", "kv_producer", extra=config),
+        *(of_pair(name, "kv_consumer", extra=d_side) for name in d_names),
+    )
+    front = cluster.metaserver([p], d, port, MetaserverSpec((*STRICT, *pair.router)))
+    return LoadedSystem(front.url, [p], d, front=front)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _in_tree(cluster: Cluster, of_pair: Any, letter: str, ends: ExitStack) -> LoadedSystem:

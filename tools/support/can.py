@@ -193,11 +193,11 @@ def refused(feature: Feature, kind: KindOfModel, base: Base) -> bool:
     return any(
         _judged(kind.model, base, (*words, *_transfer(role)))
         for side_flags, role in sides
-        for words in (_words(()), _words(_own(feature, side_flags, base)))  # most often the kind alone is refused
+        for words in (_words(()), _words(_flags_for(feature, side_flags, base)))  # most often the kind alone is refused
     )
 
 
-def _own(feature: Feature, flags: tuple[str, ...], base: Base) -> tuple[str, ...]:
+def _flags_for(feature: Feature, flags: tuple[str, ...], base: Base) -> tuple[str, ...]:
     return flags if feature.old is None or base.int8_by_flags else feature.old
 
 

@@ -414,7 +414,7 @@ class CellRun:
             if self._clients is not None and not self._clients.wait(time.monotonic() + LIMIT_S):
                 raise PromiseBroken(f"{self.cell}: a client waits without end")
         self._judge()
-        self._again(free)
+        self._check_recovery(free)
         for role, server in others.items():
             gone = before[role] - _pids(server)
             if gone:
@@ -512,7 +512,7 @@ class CellRun:
             return "connection closed"
         raise PromiseBroken(f"{self.cell}: no clear error: {problem!r}")
 
-    def _again(self, free: dict[str, int]) -> None:
+    def _check_recovery(self, free: dict[str, int]) -> None:
         """Check that with the victim back the pair serves new requests at once, and that nothing has leaked."""
         if self.cell.fault == KILL:
             self.site.replace(self.cell.role)

@@ -54,7 +54,7 @@ class Cutter:
 
     def __init__(self, engines: list[RunningServer]) -> None:
         self.streams: dict[str, CutStream] = {}
-        self._loop, self._over = LoopThread("cutter"), asyncio.Event()
+        self._loop, self._ended = LoopThread("cutter"), asyncio.Event()
         self.addresses: list[RunningServer] = []
         self._servers: list[asyncio.Server] = []
         for number, engine in enumerate(engines):
@@ -65,7 +65,7 @@ class Cutter:
 
     def end(self) -> None:
         """End the streams that wait: their engine is dead."""
-        self._loop.post(self._over.set)
+        self._loop.post(self._ended.set)
 
     def reached(self, names: list[str], within_s: float) -> bool:
         """Wait until all of these streams have as many tokens as their names say. Return False if one takes longer."""
@@ -115,7 +115,7 @@ class Cutter:
                 if named is not None and cuts and stream.tokens >= int(named[3]):
                     stream.whole = False
                     if named[2] == b"hold":
-                        await self._over.wait()
+                        await self._ended.wait()
                     return
         finally:
             left.cancel()

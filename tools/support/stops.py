@@ -72,13 +72,13 @@ class Streams:
         self.broken: list[str] = []
         self.slowest_s = 0.0
         self._url, self._prompts = url + "/v1/completions", prompts
-        self._next, self._over = itertools.count(), threading.Event()
+        self._next, self._stopping = itertools.count(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._all()), name="streams")
         self._thread.start()
 
     def end(self) -> None:
         """Send no more, and wait for the answers that are under way."""
-        self._over.set()
+        self._stopping.set()
         self._thread.join(ENDED_S + LIMIT_S)
         if self._thread.is_alive():
             self.broken.append("clients wait without end")
@@ -103,7 +103,7 @@ class Streams:
             await asyncio.gather(*(self._client(client) for _ in range(CLIENTS)))
 
     async def _client(self, client: httpx.AsyncClient) -> None:
-        while not self._over.is_set():
+        while not self._stopping.is_set():
             which, begun = next(self._next) % len(self._prompts), time.monotonic()
             body = body_of(self._prompts[which], TOKENS, cache_salt=fresh_salt("stops"), **ASKED)
             try:

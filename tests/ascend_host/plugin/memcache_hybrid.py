@@ -79,10 +79,10 @@ class DistributedObjectStore:
     def batch_alloc(self, keys: Sequence[str], sizes: Sequence[int], replicas: int, lease_ms: int) -> list[int]:
         return [self._allocated(*one) for one in zip(keys, sizes, strict=True)]
 
-    def batch_copy(self, places: Sequence[int], addresses: Sequence[int], sizes: Sequence[int], way: int) -> int:
+    def batch_copy(self, objects: Sequence[int], addresses: Sequence[int], sizes: Sequence[int], way: int) -> int:
         if not self._registered(addresses, sizes):
             return WRONG
-        for place, address, size in zip(places, addresses, sizes, strict=True):
+        for place, address, size in zip(objects, addresses, sizes, strict=True):
             if way == PUT:
                 os.pwrite(self._memory, ctypes.string_at(address, size), place - MEMORY)
             else:

@@ -146,7 +146,7 @@ class FrontEngine:
         self.lives += 1
         self.alive = True
 
-    def own(self, work: Any, name: str) -> None:
+    def spawn(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self.tasks[task] = None
         task.add_done_callback(lambda done: self.tasks.pop(done, None))
@@ -229,7 +229,7 @@ class FrontPrefill(FrontEngine):
                 await decode.kv(transfer, self.incarnation, prompt, self.network.delay())
                 pushed = True
             elif pushes:
-                decode.own(decode.kv(transfer, self.incarnation, prompt, self.speed()), "push")
+                decode.spawn(decode.kv(transfer, self.incarnation, prompt, self.speed()), "push")
                 pushed = True
             await asyncio.sleep(self.speed())
             if fault == "breaks after push":
@@ -513,13 +513,13 @@ class FrontDecode(FrontEngine):
             posted["prompt_token_ids"] = prompt if ids else ids_of(prompt)
         await asyncio.sleep(self.speed())
         app = self.apps[params["metaserver"]]
-        self.own(self._call(app, json.dumps(posted).encode(), load), "D's post")
+        self.spawn(self._call(app, json.dumps(posted).encode(), load), "D's post")
         try:
             await load.arrived.wait()
         finally:
             del self.loads[load.transfer]  # fenced: later writes have no effect
             load.failed = load.failed or ("" if load.received_from else "PD-XFER-002")
-        self.own(self._tell(app, self._report(load, params)), "D's report")
+        self.spawn(self._tell(app, self._report(load, params)), "D's report")
         return load
 
     async def _call(self, app: Any, body: bytes, load: Load) -> None:

@@ -349,7 +349,7 @@ ALL = {
         FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
         FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
         FrontMutation("a stream goes on after its end", ((relay, "has_last_event", _never),), _nothing_kept),
-        FrontMutation("half events go out", ((relay, "_whole_events", lambda held, piece, _: piece),), _nothing_kept),
+        FrontMutation("half events go out", ((relay, "_whole_events", lambda tail, piece, _: piece),), _nothing_kept),
         FrontMutation("what engines say to each other goes out", ((relay, "stripped_of", _not_stripped),)),
         FrontMutation("heartbeats never end", ((reserve.Heartbeats, "remove", _nothing),)),
         FrontMutation("tickets are never void", ((Journal, "close", _ticket_kept),)),

@@ -66,15 +66,15 @@ def speak(
             new = "ü" * waiting + f" {token % 26:x}"
             waiting = 0
         out += new
-        found = None
+        stop = None
         if new and number > options.least:
-            found = min(((at, s) for s in options.stop if (at := out.find(s, max(0, len(out) - len(new) - len(s) + 1))) >= 0), default=None)  # fmt: skip
-        finish = "stop" if found or token % 32 == LAST else "length" if number == options.limit else None
-        if found:
-            out = out[: found[0] + (len(found[1]) if options.include else 0)]
+            stop = min(((at, s) for s in options.stop if (at := out.find(s, max(0, len(out) - len(new) - len(s) + 1))) >= 0), default=None)  # fmt: skip
+        finish = "stop" if stop or token % 32 == LAST else "length" if number == options.limit else None
+        if stop:
+            out = out[: stop[0] + (len(stop[1]) if options.include else 0)]
         end = len(out) - (0 if finish or options.include or not longest else longest - 1)
         text, released = out[released:end] if end > released else "", max(released, end)
-        yield Said(token, text, finish, found[1] if found else None)
+        yield Said(token, text, finish, stop[1] if stop else None)
         if finish:
             return
 

@@ -67,8 +67,8 @@ def many(seeds: int, progress: Callable[[str], None]) -> Total:
 
 @pytest.mark.timeout(3000)
 def test_no_promise_is_broken(many: Total, seeds: int) -> None:
-    found = many.violations
-    assert not found, f"scripts/simulate.sh --front --seeds 1 --from {found[0].seed}: {found[0].violation}"
+    broken = many.violations
+    assert not broken, f"scripts/simulate.sh --front --seeds 1 --from {broken[0].seed}: {broken[0].violation}"
     assert many.seeds == seeds
     requests, resumed = AT_LEAST[seeds]
     assert many.requests > requests and many.resumed > resumed
@@ -106,9 +106,9 @@ def test_a_removed_rule_is_found(mutation: FrontMutation) -> None:
     logging.disable(logging.CRITICAL)
     try:
         for seed in (KNOWN.get(mutation.name, 0), *range(SEARCHED)):
-            found = mutation.run(seed, taken_out=True).violation
-            if found:
-                assert found.startswith("promise"), found
+            violation = mutation.run(seed, taken_out=True).violation
+            if violation:
+                assert violation.startswith("promise"), violation
                 assert not mutation.run(seed, taken_out=False).violation, "the service itself holds"
                 if seed != KNOWN.get(mutation.name, 0):
                     warnings.warn(f"set KNOWN[{mutation.name!r}] to {seed}: the search takes its time", stacklevel=1)

@@ -368,7 +368,7 @@ class FrontWorld:
     def _nothing_left(self) -> str:
         for worker in self.workers:
             front = worker.front
-            held = {
+            counts = {
                 "exchanges": len(front.journal.exchanges),
                 "tickets": len(front.journal.tickets),
                 "past": len(front.journal._past),
@@ -382,7 +382,7 @@ class FrontWorld:
                 "kept": front.kept_bytes,
                 "canaries": len(worker.canary._in_flight),  # one may have been sent out, and not have begun yet
             }  # fmt: skip
-            if left := {name: count for name, count in held.items() if count}:
+            if left := {name: count for name, count in counts.items() if count}:
                 return str(left)
         return ""
 
@@ -455,10 +455,10 @@ def _as_typed(body: dict[str, Any], rng: random.Random) -> tuple[str, dict[str, 
 def _of_stream(call: ClientCall, path: str, body: dict[str, Any], ids: list[int], spoken: list[list[int]]) -> str:
     """Return what became of a stream. `spoken`: what D's have said, if they sample."""
     if path in TYPED:
-        found = [typed_verdict(path, body, ids, ROOM, tokens, call.body) for tokens in spoken]
+        verdicts = [typed_verdict(path, body, ids, ROOM, tokens, call.body) for tokens in spoken]
     else:
-        found = [_of_one(call, body, ids, tokens) for tokens in spoken]
-    return next((verdict for verdict in ("right", "broken off") if verdict in found), "wrong")
+        verdicts = [_of_one(call, body, ids, tokens) for tokens in spoken]
+    return next((verdict for verdict in ("right", "broken off") if verdict in verdicts), "wrong")
 
 
 def _of_one(call: ClientCall, body: dict[str, Any], ids: list[int], tokens: list[int]) -> str:
@@ -501,8 +501,8 @@ def run_seed(seed: int, requests: int = 150, plan: SeedPlan | None = None) -> Fr
         world = FrontWorld(seed, plan, loop)
         try:
             loop.run_until_complete(world.run())
-        except Violation as found:
-            result.violation = str(found)
+        except Violation as violation:
+            result.violation = str(violation)
         except Deadlock:
             result.violation = "promise 4: everything waits, and nothing is to happen"
         result.said, result.seconds = world.said, loop.now

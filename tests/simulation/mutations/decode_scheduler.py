@@ -82,18 +82,18 @@ class TokenTakenTwice(TokenBook):
     def __init__(self, *facts: Any) -> None:
         super().__init__(*facts)
         self._gone: dict[TransferId, Start] = {}
-        self._again: list[Start] = []
+        self._repeated: list[Start] = []
 
     def token(self, transfer: TransferId, first: FirstToken | None, why: str = "", *, failed: bool = False) -> None:
         if first is not None and (start := self._gone.get(transfer)) is not None:
-            self._again.append(start)
+            self._repeated.append(start)
         super().token(transfer, first, why, failed=failed)
 
     def take(self, now: float, *unfit: Any) -> list[Start]:
-        ready, again = super().take(now, *unfit), self._again
+        ready, repeated = super().take(now, *unfit), self._repeated
         self._gone.update((start.first.transfer, start) for start in ready if start.first is not None)
-        self._again = []
-        return again + ready
+        self._repeated = []
+        return repeated + ready
 
 
 class LoadsLater(TokenBook):

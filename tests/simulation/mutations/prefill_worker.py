@@ -194,13 +194,13 @@ class IndexersTooEarly(Steps):
     """P takes the hook of one attention for the indexer of the next, whose keys are not written yet."""
 
     def _by_hook(self) -> dict[str, list[int]]:
-        found = super()._by_hook()
-        hooks, moved = sorted(found), dict[str, list[int]]()
+        by_hook = super()._by_hook()
+        hooks, moved = sorted(by_hook), dict[str, list[int]]()
         before = dict(zip(hooks[1:], hooks, strict=False))
-        for hook, complete in found.items():
+        for hook, complete in by_hook.items():
             for index in complete:
-                own = self._names[index] == hook
-                moved.setdefault(hook if own else before.get(hook, hook), []).append(index)
+                is_hook = self._names[index] == hook
+                moved.setdefault(hook if is_hook else before.get(hook, hook), []).append(index)
         return moved
 
 
@@ -209,8 +209,8 @@ class WindowTooShort(PushPlans):
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
         lo, hi = super()._leaving(push, pairing, push_slice)
-        own = push.pairings[pairing].d.group
-        return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
+        group = push.pairings[pairing].d.group
+        return (min(hi, max(lo, push.firsts[pairing] + group.block_size)) if group.partial else lo), hi
 
 
 class EntryTooEarly(PushPlans):

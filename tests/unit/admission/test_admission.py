@@ -200,8 +200,8 @@ def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix()
     ]
     names += ["model.embed.attn", "language_model.model.layers.1.self_attn.attn", "model.layers.10.mixer"]
     config = with_drafts()("kv_producer")
-    found = drafts.layers(config, names)
-    assert found == {"model.layers.2.self_attn.attn", "model.layers.10.mixer", *names[3:9]}
+    draft_layers = drafts.layers(config, names)
+    assert draft_layers == {"model.layers.2.self_attn.attn", "model.layers.10.mixer", *names[3:9]}
     config.speculative_config = None
     assert drafts.layers(config, names) == frozenset()
 
@@ -909,8 +909,8 @@ def scaled(*layers: tuple[str, float | None, float | None], names: Sequence[str]
 def word(*layers: tuple[str, float | None, float | None]) -> str:
     groups = cache_config(fp8(attention()))
     admission.check_groups(groups)
-    (found,) = set(admission.cache_shape(scaled(*layers), groups).dtype_names.values())
-    return found
+    (dtype_name,) = set(admission.cache_shape(scaled(*layers), groups).dtype_names.values())
+    return dtype_name
 
 
 def test_the_word_of_an_fp8_cache_says_its_format_and_its_scales() -> None:
@@ -948,9 +948,9 @@ def test_all_refusals_are_named_on_request_and_the_first_stops_the_start() -> No
     config.parallel_config.enable_dbo = True
     config.cache_config.cache_dtype = "int8_per_token_head"
     push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
-    found = list(admission.engine_refusals(config, push))
-    assert [each.code for each in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
-    assert refusal(config).sentence == found[0].sentence
+    refusals = list(admission.engine_refusals(config, push))
+    assert [each.code for each in refusals] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
+    assert refusal(config).sentence == refusals[0].sentence
     specs = (attention(dtype=torch.int8), SlidingWindowSpec(**BASE, sliding_window=16, extra_retained_tokens=2))
     features = [refused.values["feature"] for refused in admission.group_refusals(cache_config(*specs))]
     assert [words.split(" (")[0] for words in features] == [

@@ -188,11 +188,11 @@ async def test_a_listener_that_comes_back_is_found_again() -> None:
             await until(lambda: dialing.answers == [1])
             endpoint = answering.endpoint
         await until(lambda: dialing.unreachable)
-        async with AnsweringListener(port=endpoint.port) as again:
+        async with AnsweringListener(port=endpoint.port) as restarted:
             for seq in range(2, 400):
                 dialing.say(endpoint, seq)
                 await asyncio.sleep(0.005)
-                if again.heard:
+                if restarted.heard:
                     break
             await until(lambda: len(dialing.answers) > 1)
 

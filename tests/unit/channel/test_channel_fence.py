@@ -175,7 +175,7 @@ async def test_what_is_remembered_about_the_gone_is_bounded() -> None:
                 drop(dialing, answering)
                 await until(lambda n=n: ("gone", f"p-{n}") in answering.events)
         for n in range(5):  # the oldest come as if for the first time
-            async with RecordingDialer(f"p-{n}") as again:
-                again.say(answering.endpoint)
-                await until(lambda again=again: again.answers)
+            async with RecordingDialer(f"p-{n}") as redialing:
+                redialing.say(answering.endpoint)
+                await until(lambda redialing=redialing: redialing.answers)
         assert [peer for event, peer in answering.events if event == "back"] == ["p-2", "p-3", "p-4"]

@@ -103,11 +103,11 @@ def test_what_would_not_work_makes_the_exit_code_and_names_a_remedy(tmp_path: Pa
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))
         taken.listen()
-        code, found = doctor("--ports", str(taken.getsockname()[1]), "--secret-file", secret)
+        code, report = doctor("--ports", str(taken.getsockname()[1]), "--secret-file", secret)
     assert code == 1
-    assert found["ports"][0]["level"] == FAILURE and "cannot be bound" in found["ports"][0]["says"]
-    assert found["secret file"][0]["level"] == FAILURE and "PD-SEC-001" in found["secret file"][0]["says"]
-    assert all(check["remedy"] for checks in found.values() for check in checks if check["level"] == FAILURE)
+    assert report["ports"][0]["level"] == FAILURE and "cannot be bound" in report["ports"][0]["says"]
+    assert report["secret file"][0]["level"] == FAILURE and "PD-SEC-001" in report["secret file"][0]["says"]
+    assert all(check["remedy"] for checks in report.values() for check in checks if check["level"] == FAILURE)
 
 
 def test_the_engines_configuration_is_read_as_the_engine_would(
@@ -119,9 +119,9 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    code, found = doctor("--kv-transfer-config", f"@{file}", process=True)
-    assert code == 0 and found["secret file"][0]["level"] == GOOD
-    said = [check["says"] for check in found["configuration"]]
+    code, report = doctor("--kv-transfer-config", f"@{file}", process=True)
+    assert code == 0 and report["secret file"][0]["level"] == GOOD
+    said = [check["says"] for check in report["configuration"]]
     assert any("kv_port" in words for words in said) and any("metaserver_urls" in words for words in said)
     assert main(["doctor", "--kv-transfer-config", '{"kv_connector_extra_config": {"secret_fil": ""}}']) == 1
     assert "secret_file" in capsys.readouterr().out
@@ -152,8 +152,8 @@ HOLDING = {**OURS, "kv_connector_extra_config": {"hold_sources": 4, "mooncake_pr
 def test_what_the_engine_would_refuse_is_a_failure_in_the_engines_own_words(
     given: dict[str, Any], words: list[str], says: str
 ) -> None:
-    code, found = doctor("--kv-transfer-config", json.dumps(given), *words)
-    failures = [check for checks in found.values() for check in checks if check["level"] == FAILURE]
+    code, report = doctor("--kv-transfer-config", json.dumps(given), *words)
+    failures = [check for checks in report.values() for check in checks if check["level"] == FAILURE]
     assert code == 1 and len(failures) == 1
     assert failures[0]["says"].startswith(says) and failures[0]["remedy"]
 
@@ -162,22 +162,22 @@ def test_what_the_engine_would_refuse_is_a_failure_in_the_engines_own_words(
 def test_a_configuration_that_the_engine_takes_is_good(role: str) -> None:
     """Also with the predecessor's sizes, if the engine's own are not given."""
     extra = {"prefill": {"tp_size": 4}, "decode": {"tp_size": 2}}
-    code, found = doctor(
+    code, report = doctor(
         "--kv-transfer-config", json.dumps({**OURS, "kv_role": role, "kv_connector_extra_config": extra})
     )
-    assert code == 0 and found["connector"][0]["level"] == found["admission"][0]["level"] == GOOD
+    assert code == 0 and report["connector"][0]["level"] == report["admission"][0]["level"] == GOOD
 
 
 def test_a_part_of_a_configuration_can_be_checked_and_is_said_to_be_no_whole() -> None:
-    code, found = doctor("--kv-transfer-config", "{}")
-    assert code == 0 and found["connector"][0]["level"] == WARNING and "admission" not in found
+    code, report = doctor("--kv-transfer-config", "{}")
+    assert code == 0 and report["connector"][0]["level"] == WARNING and "admission" not in report
 
 
 def test_the_model_line_says_which_layers_keep_what(tmp_path: Path) -> None:
-    _, found = doctor("--only-configuration", "--model", written(tmp_path, "Qwen3-Next"))
-    assert "2 KV heads × 256, 48 layers (12 with attention, 36 with a state)" in found["model"][0]["says"]
-    _, found = doctor("--only-configuration", "--model", written(tmp_path, "gpt-oss-120b"))
-    assert "36 layers (18 with a window of 128 tokens)" in found["model"][0]["says"]
+    _, report = doctor("--only-configuration", "--model", written(tmp_path, "Qwen3-Next"))
+    assert "2 KV heads × 256, 48 layers (12 with attention, 36 with a state)" in report["model"][0]["says"]
+    _, report = doctor("--only-configuration", "--model", written(tmp_path, "gpt-oss-120b"))
+    assert "36 layers (18 with a window of 128 tokens)" in report["model"][0]["says"]
 
 
 UNDESCRIBED = {
@@ -192,8 +192,8 @@ UNDESCRIBED = {
 def test_a_model_that_the_reader_cannot_describe_is_left_to_the_engine(config: dict[str, Any], tmp_path: Path) -> None:
     """The start scripts look so before a start."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code, found = doctor("--only-configuration", "--model", str(tmp_path))
-    assert code == 0 and found["model"][0]["level"] == NOTE and "the engine decides" in found["model"][0]["says"]
+    code, report = doctor("--only-configuration", "--model", str(tmp_path))
+    assert code == 0 and report["model"][0]["level"] == NOTE and "the engine decides" in report["model"][0]["says"]
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_a_model_that_the_reader_cannot_describe_is_left_to_the_engine(config: d
 def test_a_model_that_cannot_be_read_or_is_refused_is_a_failure(text: str | None, says: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    code, found = doctor("--only-configuration", "--model", str(tmp_path))
-    assert code == 1 and found["model"][0]["level"] == FAILURE and says in found["model"][0]["says"]
+    code, report = doctor("--only-configuration", "--model", str(tmp_path))
+    assert code == 1 and report["model"][0]["level"] == FAILURE and says in report["model"][0]["says"]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_a_mistake_in_the_flags_is_one_line_with_the_remedy(
 def test_the_last_port_there_is_can_be_the_last_ranks(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"kv_connector_extra_config": {"side_channel_port": 65534}}')
-    _, found = doctor("--ranks", "2", "--kv-transfer-config", f"@{file}")
-    assert len(found["ports"]) == 2
+    _, report = doctor("--ranks", "2", "--kv-transfer-config", f"@{file}")
+    assert len(report["ports"]) == 2
 
 
 @pytest.mark.parametrize(("role", "each"), [("kv_consumer", 4), ("kv_producer", 1)])
@@ -279,15 +279,15 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
     ranks = [listening_offsets(SimpleNamespace(**parallel, data_parallel_index=rank)) for rank in (2, 3)]
     wanted = [port for ports in ranks for port in ports] if role == "kv_consumer" else [2, 3]
     with socket.create_server((LOOPBACK, base + wanted[-1])):
-        code, found = doctor("--kv-transfer-config", json.dumps(given), *words)
-    assert len(wanted) == 2 * each and [check["says"].split()[0] for check in found["ports"]] == [
+        code, report = doctor("--kv-transfer-config", json.dumps(given), *words)
+    assert len(wanted) == 2 * each and [check["says"].split()[0] for check in report["ports"]] == [
         f"{LOOPBACK}:{base + port}" for port in wanted
     ]
-    assert code == 1 and [check["level"] for check in found["ports"]] == [GOOD] * (2 * each - 1) + [FAILURE]
+    assert code == 1 and [check["level"] for check in report["ports"]] == [GOOD] * (2 * each - 1) + [FAILURE]
 
 
 @pytest.mark.parametrize(
-    ("found", "level"),
+    ("versions", "level"),
     [
         ({"vllm": "0.32.0", "torch": "2.13.0"}, GOOD),
         ({"vllm": "0.23.0", "torch": "2.10.0", "vllm-ascend": "0.23.0.post1", "torch_npu": "2.10.0.post4"}, GOOD),
@@ -300,10 +300,10 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
         ({"vllm": "", "torch": "2.13.0"}, FAILURE),
     ],
 )
-def test_releases_that_do_not_belong_together_are_distinguished(found: Mapping[str, str], level: str) -> None:
-    check = host.known_pair(found)
+def test_releases_that_do_not_belong_together_are_distinguished(versions: Mapping[str, str], level: str) -> None:
+    check = host.known_pair(versions)
     assert check.level == level
-    if found.get("torch_npu") == "2.13.0":
+    if versions.get("torch_npu") == "2.13.0":
         assert "torch 2.10.0" in check.remedy and "torch_npu 2.10.0.post4" in check.remedy
 
 
@@ -361,8 +361,8 @@ def test_a_list_of_plugins_names_this_package() -> None:
 
 
 def test_a_host_of_the_metaserver_is_not_asked_for_engines() -> None:
-    code, found = doctor("--metaserver-host", "--ports", str(free_port()))
-    assert code == 0 and found.keys() == {"packages", "ports", "open files", "clock"}
+    code, report = doctor("--metaserver-host", "--ports", str(free_port()))
+    assert code == 0 and report.keys() == {"packages", "ports", "open files", "clock"}
 
 
 def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
@@ -376,11 +376,11 @@ def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
 
 @pytest.mark.parametrize("versions", [("0.23.0", "0.23.0.post1"), ("0.31.0", "")])
 def test_a_release_that_was_tried_with_some_changes_has_the_others_off(versions: tuple[str, str]) -> None:
-    found = host.hooks(*versions)
-    assert found.level == WARNING
-    assert all(f"{change}: off" in found.says for change in ("grammars", "answers that go on"))
-    assert "first token of a D with drafts: off" in found.says
-    assert "first token: off" not in found.says and "standstill: off" not in found.says
+    check = host.hooks(*versions)
+    assert check.level == WARNING
+    assert all(f"{change}: off" in check.says for change in ("grammars", "answers that go on"))
+    assert "first token of a D with drafts: off" in check.says
+    assert "first token: off" not in check.says and "standstill: off" not in check.says
 
 
 def test_a_wrong_key_ends_the_check_before_a_start_without_an_import_of_vllm() -> None:
@@ -427,16 +427,16 @@ def test_a_running_engine_is_asked_whether_a_revocation_does_not_end(seconds: tu
     lines = [f'{PREFIX}revoking_seconds{{engine="{rank}",model_name="m"}} {n}.0' for rank, n in enumerate(seconds)]
     text = "\n".join(["# HELP other words", 'vllm:other{engine="0"} 3.0', *lines, ""])
     with foreign_server(f"HTTP/1.0 200 OK\r\n\r\n{text}".encode()) as port:
-        code, found = doctor("--engine", f"http://{LOOPBACK}:{port}")
-    assert {name: [check["level"] for check in checks] for name, checks in found.items()} == {"revocation": [level]}
+        code, report = doctor("--engine", f"http://{LOOPBACK}:{port}")
+    assert {name: [check["level"] for check in checks] for name, checks in report.items()} == {"revocation": [level]}
     assert code == (level == FAILURE)
-    assert level == GOOD or "for 7 s" in found["revocation"][0]["says"]
+    assert level == GOOD or "for 7 s" in report["revocation"][0]["says"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp//nothing"])
 def test_a_running_engine_that_does_not_answer_is_a_failure(url: str) -> None:
-    code, found = doctor("--engine", url)
-    assert code == 1 and [check["level"] for check in found["engine"]] == [FAILURE]
+    code, report = doctor("--engine", url)
+    assert code == 1 and [check["level"] for check in report["engine"]] == [FAILURE]
 
 
 @contextmanager
@@ -485,8 +485,8 @@ def npu_checks(root: Path, **environ: str) -> dict[str, Check]:
 def test_an_npu_host_that_has_everything_is_good(tmp_path: Path) -> None:
     root = npu_host(tmp_path)
     assert npu.present(root)
-    found = npu_checks(root, ASCEND_CONNECT_TIMEOUT="3000", ASCEND_TRANSFER_TIMEOUT="10000", HCCL_IF_IP=LOOPBACK)
-    assert {name: check.level for name, check in found.items()} == {
+    checks = npu_checks(root, ASCEND_CONNECT_TIMEOUT="3000", ASCEND_TRANSFER_TIMEOUT="10000", HCCL_IF_IP=LOOPBACK)
+    assert {name: check.level for name, check in checks.items()} == {
         "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "net health": NOTE, "tls": NOTE,
         "super pod": NOTE, "environment": GOOD, "network": GOOD,
     }  # fmt: skip
@@ -615,22 +615,22 @@ def test_two_mebibytes_are_written_and_checked_both_ways(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     flags = ["--secret-file", secret_file(tmp_path), "--model", str(tmp_path)]
     with listening(*flags, "--tp", "2") as address:
-        code, found = doctor("--peer", address, *flags, "--tp", "8", "--dcp", "2")
-    assert code == 0, found
-    assert "signed" in found["side channel"][0]["says"]
-    assert "TP 8 × DCP 2 here and TP 2 there" in found["cache"][0]["says"]
+        code, report = doctor("--peer", address, *flags, "--tp", "8", "--dcp", "2")
+    assert code == 0, report
+    assert "signed" in report["side channel"][0]["says"]
+    assert "TP 8 × DCP 2 here and TP 2 there" in report["cache"][0]["says"]
     for way in ("write there", "write back"):
-        assert found[way][0]["level"] == GOOD and "2 MiB with the right checksum" in found[way][0]["says"]
-    assert found["clocks"][0]["level"] == GOOD
+        assert report[way][0]["level"] == GOOD and "2 MiB with the right checksum" in report[way][0]["says"]
+    assert report["clocks"][0]["level"] == GOOD
 
 
 @needs_mooncake
 def test_caches_that_do_not_fit_are_shown_field_by_field(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     with listening("--model", str(tmp_path), "--dtype", "fp32") as address:
-        code, found = doctor("--peer", address, "--model", str(tmp_path))
+        code, report = doctor("--peer", address, "--model", str(tmp_path))
     assert code == 1
-    said = " ".join(check["says"] for check in found["cache"])
+    said = " ".join(check["says"] for check in report["cache"])
     assert "PD-GEO-001" in said and "dtype" in said
 
 
@@ -651,14 +651,14 @@ def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
     loop, answering = LoopThread("answering"), AnsweringListener()
     try:
         endpoint = loop.call(answering.listener.start(), 10)
-        found = {
+        checks = {
             check.name: check for check in pair.call(pair.DoctorSide(host.HostOptions(), None), LOOPBACK, endpoint.port)
         }
     finally:
         loop.call(answering.listener.close(), 10)
         loop.stop()
-    assert found["side channel"].level == GOOD
-    assert found["write"].level == NOTE and "an engine answers" in found["write"].says
+    assert checks["side channel"].level == GOOD
+    assert checks["write"].level == NOTE and "an engine answers" in checks["write"].says
 
 
 def test_a_port_that_is_no_side_channel_is_said_to_be_none() -> None:
@@ -684,8 +684,8 @@ def test_what_another_doctor_says_is_one_line_of_this_ones() -> None:
 def test_what_differs_between_two_hosts_is_shown_with_both_values() -> None:
     ours = pair.DoctorSide(host.HostOptions(), None).facts()
     theirs = pair.Facts(**{**_fields(ours), "package": "9.9", "vllm": "0.1", "protocol": "ascend"})
-    found = {(check.level, check.says.split(" ")[0]) for check in pair.differences(ours, theirs)}
-    assert {(FAILURE, "package"), (FAILURE, "protocol"), (WARNING, "vllm")} <= found
+    differences = {(check.level, check.says.split(" ")[0]) for check in pair.differences(ours, theirs)}
+    assert {(FAILURE, "package"), (FAILURE, "protocol"), (WARNING, "vllm")} <= differences
     assert not [check for check in pair.differences(ours, ours) if check.level == FAILURE]
 
 

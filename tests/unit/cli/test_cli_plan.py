@@ -394,11 +394,11 @@ def test_a_state_is_planned_once_and_whole(
     line = f"4 layers ({attends} with attention, {kept} with a state of {state} B)"
     assert main(words) == 0 and line in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
-    again = (
+    repeated_bytes = (
         3 * 2 * 32 * 2 * kept * (int(tps[1]) - 1) if more.get("n_groups") == 1 else 0
     )  # each of D's ranks has all of the single group
     assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == (
-        attends * 4096 * 2 * 2 * 64 * 2 + kept * state + again
+        attends * 4096 * 2 * 2 * 64 * 2 + kept * state + repeated_bytes
     )
 
 

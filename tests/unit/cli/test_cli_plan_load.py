@@ -44,8 +44,8 @@ def drawn(count: int, rate: float, prompt: int, answer: int, prefix: int = 0) ->
     return loads.alike(at, prompt, answer, prefix, 32)
 
 
-def times(found: list[SimulatedRequest]) -> list[tuple[float, float]]:
-    return [(one.first, one.last) for one in found]
+def times(requests: list[SimulatedRequest]) -> list[tuple[float, float]]:
+    return [(one.first, one.last) for one in requests]
 
 
 # -- traces
@@ -53,9 +53,9 @@ def times(found: list[SimulatedRequest]) -> list[tuple[float, float]]:
 
 def test_a_trace_is_read_as_it_was_written_from_its_first_request_on() -> None:
     late = TRACE.replace("2000", "3500")
-    found = arrivals.read(late + "\n" + TRACE)
-    assert found == [Arrival(0.0, 100, 3, (4, 5)), Arrival(1.5, 100, 3, (4, 5))]
-    assert arrivals.read(loads.written(found)) == found
+    load = arrivals.read(late + "\n" + TRACE)
+    assert load == [Arrival(0.0, 100, 3, (4, 5)), Arrival(1.5, 100, 3, (4, 5))]
+    assert arrivals.read(loads.written(load)) == load
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_what_is_no_trace_is_refused_with_its_line(text: str, word: str) -> None
 
 def test_lengths_and_speed_of_a_trace_can_be_others_and_its_common_beginnings_stay() -> None:
     load = [Arrival(0.0, 1024, 10, (1, 2)), Arrival(4.0, 1500, 20, (1, 2, 3)), Arrival(5.0, 1024, 1)]
-    found = loads.scaled(load, 0.25, 2.0)
-    assert [(one.at, one.prompt, one.answer) for one in found] == [(0.0, 256, 2), (2.0, 375, 5), (2.5, 256, 1)]
-    assert found[0].chunks == (1, 2) and found[1].chunks == (1, 2, 3)
-    assert len(found[2].chunks) == 2 and not {*found[2].chunks} & {1, 2, 3}
+    scaled = loads.scaled(load, 0.25, 2.0)
+    assert [(one.at, one.prompt, one.answer) for one in scaled] == [(0.0, 256, 2), (2.0, 375, 5), (2.5, 256, 1)]
+    assert scaled[0].chunks == (1, 2) and scaled[1].chunks == (1, 2, 3)
+    assert len(scaled[2].chunks) == 2 and not {*scaled[2].chunks} & {1, 2, 3}
 
 
 def test_new_tokens_are_those_of_no_earlier_beginning() -> None:
@@ -96,8 +96,8 @@ def test_arrivals_come_at_their_rate_and_have_their_share_in_common() -> None:
 
 
 def test_a_line_goes_through_points_and_where_they_say_no_slope_it_is_flat_or_from_zero() -> None:
-    found = StepLine.through([(1.0, 3.0), (3.0, 7.0)], flat=True)
-    assert (found.base, found.slope) == (pytest.approx(1.0), pytest.approx(2.0))
+    line = StepLine.through([(1.0, 3.0), (3.0, 7.0)], flat=True)
+    assert (line.base, line.slope) == (pytest.approx(1.0), pytest.approx(2.0))
     assert StepLine.through([(500.0, 1.0), (500.0, 2.0)], flat=False) == StepLine(0.0, 0.003)
     assert StepLine.through([(2.0, 0.5), (9.0, 0.1)], flat=True).slope == 0.0
 
@@ -148,24 +148,24 @@ def test_answers_at_once_share_a_step_and_prompts_wait_for_each_other() -> None:
     first, second = simulated(1, 1, load)
     assert first.first == pytest.approx(2.058) and second.first == pytest.approx(2 * 2.058)
     assert first.last == pytest.approx(2.058 + 20 * 0.025)
-    found = simulated(1, 1, [Arrival(0.0, 32, 101, (n,)) for n in range(3)])
-    assert [one.first for one in found] == [pytest.approx(0.042), *[pytest.approx(0.042 + 0.074)] * 2]
-    assert [one.last - one.first for one in found[1:]] == [pytest.approx(100 * 0.035, abs=0.05)] * 2
+    requests = simulated(1, 1, [Arrival(0.0, 32, 101, (n,)) for n in range(3)])
+    assert [one.first for one in requests] == [pytest.approx(0.042), *[pytest.approx(0.042 + 0.074)] * 2]
+    assert [one.last - one.first for one in requests[1:]] == [pytest.approx(100 * 0.035, abs=0.05)] * 2
 
 
 def test_a_prompt_goes_to_the_p_that_had_its_beginning_and_is_not_computed_again() -> None:
     chunks = tuple(range(64))
-    first, other, again = simulated(
+    first, other, repeat = simulated(
         2, 1, [Arrival(0.0, 2048, 2, chunks), Arrival(4.0, 640, 2, (*range(900, 920),)), Arrival(9.0, 2048, 2, chunks)]
     )
-    assert again.first == pytest.approx(0.011) and first.first > 2.0 and other.first == pytest.approx(0.65)
+    assert repeat.first == pytest.approx(0.011) and first.first > 2.0 and other.first == pytest.approx(0.65)
 
 
 def test_an_engine_without_room_lets_requests_wait_in_their_order() -> None:
     load = [Arrival(0.1 * n, 100, 50, (4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3)) for n in range(4)]
-    found = simulated(1, 1, load, cache_tokens=200)
-    ends = [one.arrival.at + one.last for one in found]
-    begins = [one.arrival.at + one.first for one in found]
+    requests = simulated(1, 1, load, cache_tokens=200)
+    ends = [one.arrival.at + one.last for one in requests]
+    begins = [one.arrival.at + one.first for one in requests]
     assert all(begin > end for begin, end in zip(begins[1:], ends, strict=False))
 
 
@@ -173,8 +173,8 @@ def test_the_ratio_that_fits_a_load_is_found() -> None:
     limits = Limits(2.0, 0.05)
 
     def best(load: list[Arrival]) -> int:
-        found = [compare(LoadedFleet(p, 4 - p, LINES, SIZES, 0.0), load, limits, 20.0) for p in (1, 3)]
-        return max(found, key=lambda one: one.goodput).prefills
+        compared = [compare(LoadedFleet(p, 4 - p, LINES, SIZES, 0.0), load, limits, 20.0) for p in (1, 3)]
+        return max(compared, key=lambda one: one.goodput).prefills
 
     assert best(drawn(200, 4.0, 512, 4)) == 3
     assert best(drawn(200, 4.0, 32, 120)) == 1
@@ -211,8 +211,8 @@ def test_a_metaserver_knows_the_beginnings_that_it_sent_itself() -> None:
 def test_every_metaserver_loses_what_was_under_way_at_an_engine_that_ends() -> None:
     load = drawn(200, 2.0, 320, 30)
     for role in Role:
-        found = simulated(2, 2, load, Loss(role, load[-1].at / 2, 20.0), routers=3)
-        assert not any(one.failed for one in found) and all(one.came == 30 for one in found)
+        requests = simulated(2, 2, load, Loss(role, load[-1].at / 2, 20.0), routers=3)
+        assert not any(one.failed for one in requests) and all(one.came == 30 for one in requests)
 
 
 def test_without_another_d_requests_fail_until_it_is_back() -> None:
@@ -227,8 +227,8 @@ def test_without_another_d_requests_fail_until_it_is_back() -> None:
 def test_streams_go_on_at_once_however_many_broke() -> None:
     """Retries have a budget, of 200 at first; what streams that go on take is not in it."""
     load = [Arrival(0.0, 32, 100, (n,)) for n in range(500)]
-    found = simulated(1, 2, load, Loss(Role.DECODE, 30.0, 60.0), at_once=1000)
-    assert not any(one.failed for one in found) and max(one.first for one in found) < 30.0
+    requests = simulated(1, 2, load, Loss(Role.DECODE, 30.0, 60.0), at_once=1000)
+    assert not any(one.failed for one in requests) and max(one.first for one in requests) < 30.0
 
 
 def test_probes_find_a_lost_engine_before_a_request_does() -> None:
@@ -285,8 +285,8 @@ def test_a_cache_forgets_what_was_used_longest_ago() -> None:
 
 def test_more_requests_than_the_router_takes_are_refused() -> None:
     load = [Arrival(0.0, 32, 2, (n,)) for n in range(6000)]
-    found = simulated(1, 1, load)
-    assert sum(one.failed for one in found) >= 6000 - 4096 - 1024
+    requests = simulated(1, 1, load)
+    assert sum(one.failed for one in requests) >= 6000 - 4096 - 1024
 
 
 def test_a_run_repeats() -> None:

@@ -31,9 +31,9 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> PlanOfModel:
     def made(name: str, p: int, d: int, *words: str) -> dict[str, Any]:
         command = ["plan", "--p-tp", str(p), "--d-tp", str(d), "--model", written(tmp_path, name), *words]
         assert main([*command, "--json"]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)
         assert main(command) == 0
-        return {**found, "text": capsys.readouterr().out}
+        return {**plan, "text": capsys.readouterr().out}
 
     return made
 
@@ -49,8 +49,8 @@ def received(made: dict[str, Any], d: int) -> tuple[int, int]:
 
 
 def holds(made: dict[str, Any]) -> tuple[int, int, int]:
-    found = made["decode_memory"]
-    return found["blocks"], found["tokens"], found["prompts"]
+    memory = made["decode_memory"]
+    return memory["blocks"], memory["tokens"], memory["prompts"]
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3.1", "Kimi-K2"])

@@ -365,9 +365,9 @@ def test_two_processes_of_one_pid_write_a_file_each(tmp_path: Path) -> None:
     for file in (first, second, third):
         file.close()
     pid, trace = os.getpid(), Trace(tmp_path)
-    found = {event.source: event.side for event in trace.events}
-    assert list(found) == [f"decode-scheduler-{pid}{number}" for number in ("", ".2", ".3")]
-    assert set(found.values()) == {"D scheduler"} and not trace.skipped
+    sides = {event.source: event.side for event in trace.events}
+    assert list(sides) == [f"decode-scheduler-{pid}{number}" for number in ("", ".2", ".3")]
+    assert set(sides.values()) == {"D scheduler"} and not trace.skipped
     TraceFile(str(tmp_path), "decode-scheduler").close()
     assert len({event.source for event in Trace(tmp_path).events}) == 3, "what has ended is free again"
 

@@ -279,7 +279,7 @@ class AnyLoads(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.book = TokenBook("d")
-        self.n, self.held = 0, set[str]()
+        self.n, self.withheld = 0, set[str]()
         self.asked: dict[str, int] = {}
         self.live: set[str] = set()  # requests that are known to vLLM
         self.loads: dict[str, TransferId] = {}  # request → open transfer
@@ -342,10 +342,10 @@ class AnyLoads(RuleBasedStateMachine):
     @rule(late=st.booleans())
     def begin_held(self, late: bool) -> None:
         for start in self.book.take(9.0 if late else 1.0):
-            assert start.request_id in self.held, "each once"
+            assert start.request_id in self.withheld, "each once"
             assert start.why == "aborted" or start.request_id in self.live
-            self.held.discard(start.request_id)
-        assert not (late and self.held)
+            self.withheld.discard(start.request_id)
+        assert not (late and self.withheld)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 30))
@@ -371,7 +371,7 @@ class AnyLoads(RuleBasedStateMachine):
         if name in self.live:
             self.loaded.add(name)
         if self.book.withholds(name):
-            self.held.add(name)
+            self.withheld.add(name)
 
     @rule()
     def step(self) -> None:
@@ -398,7 +398,7 @@ class AnyLoads(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_of_what_has_ended(self) -> None:
         if hasattr(self, "book"):
-            assert self.book.count(*LoadState) == len(self.live | self.loads.keys() | self.held)
+            assert self.book.count(*LoadState) == len(self.live | self.loads.keys() | self.withheld)
 
 
 AnyLoads.TestCase.settings = settings(max_examples=150, stateful_step_count=30)

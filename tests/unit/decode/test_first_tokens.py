@@ -484,12 +484,12 @@ def test_a_token_that_the_grammar_does_not_let_pass_is_not_taken() -> None:
     ids=str,
 )
 def test_grammars_that_may_begin_otherwise_on_another_engine_are_left_to_d(settings: dict[str, Any], why: str) -> None:
-    own = first_token.why_no_grammar(SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings)))
-    assert own == why
+    reason = first_token.why_no_grammar(SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings)))
+    assert reason == why
     facts = {"sampling_params": object(), "prompt_token_ids": [1], "resumable": False, "mm_features": ()}
     for shaped in (False, True):
         asked = SimpleNamespace(**facts, lora_request=None, structured_output_request=object() if shaped else None)
-        assert first_token.refusal(asked, own) == (why if shaped else "")
+        assert first_token.refusal(asked, reason) == (why if shaped else "")
 
 
 class Own(Scheduler):
@@ -526,8 +526,8 @@ class Sparing(AsyncScheduler):
     ids=lambda value: str(value)[:30],
 )
 def test_where_it_was_not_tried_vllm_stays_as_it_is(changes: dict[str, Any], why: str) -> None:
-    found = first_token.unproven(config(**changes))
-    assert found.startswith(why) and bool(found) == bool(why)
+    reason = first_token.unproven(config(**changes))
+    assert reason.startswith(why) and bool(reason) == bool(why)
 
 
 class Adding(AsyncScheduler):
@@ -686,8 +686,8 @@ def test_no_client_gives_a_worker_a_token(monkeypatch: pytest.MonkeyPatch, forge
 
 def test_a_token_reaches_the_workers_of_other_processes_as_what_it_is() -> None:
     sent = SamplingParams(extra_args={first_token.GIVEN_ARG: first_token.GivenIds((7, 8))})
-    found = pickle.loads(pickle.dumps(sent)).extra_args[first_token.GIVEN_ARG]
-    assert isinstance(found, first_token.GivenIds) and found == (7, 8)
+    received = pickle.loads(pickle.dumps(sent)).extra_args[first_token.GIVEN_ARG]
+    assert isinstance(received, first_token.GivenIds) and received == (7, 8)
 
 
 def test_a_worker_that_could_not_be_wrapped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,15 @@ def asked(name: str, tokens: int, *, finished: bool = False) -> Any:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
+    added: list[str] = []
 
     def end(scheduler: EndingScheduler, request: Any) -> str:
         del scheduler.requests[request.request_id]
         return f"error of {request.request_id}"
 
     monkeypatch.setattr(step_hooks, "end", end)
-    monkeypatch.setattr(step_hooks, "add", lambda _outputs, client, output: found.append(f"{client}: {output}"))
-    return found
+    monkeypatch.setattr(step_hooks, "add", lambda _outputs, client, output: added.append(f"{client}: {output}"))
+    return added
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(1, 0), (2, 0), (300, 128), (300, 0)])

@@ -46,11 +46,11 @@ def wrong(token: int | tuple[int, ...] | None, outputs: list[int], there: list[i
     """List differences between the batch and that of a request with the outputs `there`; empty if there are none."""
     made, added = batch(), state(token, outputs)
     at, end = made.add_request(added), len(PROMPT) + len(there)
-    found = {
+    compared = {
         "outputs": (added.output_token_ids, there),
         "outputs in the batch": (made.req_output_token_ids[at], there),
         "tokens": (made.token_ids_cpu[at, :end].tolist(), [*PROMPT, *there]),
         "prompt's length": (int(made.num_prompt_tokens[at]), len(PROMPT)),
         "length": (int(made.num_tokens_no_spec[at]), end),
     }
-    return ", ".join(f"{name}: {has}, wanted {wants}" for name, (has, wants) in found.items() if has != wants)
+    return ", ".join(f"{name}: {has}, wanted {wants}" for name, (has, wants) in compared.items() if has != wants)

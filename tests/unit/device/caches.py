@@ -195,16 +195,16 @@ class RankCache:
                 self.tensors[name], parts = stack, [stack[i].permute(0, 2, 1, 3) for i in range(2)]
             self.views.append([part.view(torch.int32).numpy() for part in parts])
 
-    def own(self, begin: int, end: int, *of: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def rank_tokens(self, begin: int, end: int, *of: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """This rank's tokens of [begin, end), `of` a layer and region: their numbers, the place of each one's block in
         the table, and its place in the block. A rank's tokens of a prompt lie one after the other."""
         tokens, block = np.arange(end), self.block
         if of in self.whole:
-            held, block = tokens, block * self.divided.dcp
+            stored, block = tokens, block * self.divided.dcp
         else:
-            held = np.flatnonzero(tokens // self.divided.interleave % self.divided.world == self.part)
-        places = np.arange(len(held))[held >= begin]
-        return held[held >= begin], places // block, places % block
+            stored = np.flatnonzero(tokens // self.divided.interleave % self.divided.world == self.part)
+        positions = np.arange(len(stored))[stored >= begin]
+        return stored[stored >= begin], positions // block, positions % block
 
     def fill(self, value: int) -> None:
         for layer in self.views:

@@ -88,7 +88,7 @@ def test_components_of_one_allocation_are_one_region_however_many_layers_there_a
     widths = (0, 512, 576, 704, 705)
     layers = [torch.empty(BLOCKS, 16, 1, widths[-1]) for _ in range(78)]
     cuts = list(itertools.pairwise(widths))
-    tensors = {f"l{i}": tuple(own[..., a:b] for a, b in cuts) for i, own in enumerate(layers)}
+    tensors = {f"l{i}": tuple(layer[..., a:b] for a, b in cuts) for i, layer in enumerate(layers)}
     caches = describe(tensors, LATENT, NPU_LIKE)
     assert sum(map(len, caches.bases)) == 312 and len(caches.storages) == 78
     assert dict(caches.storages) == {t.data_ptr(): t.nbytes for t in layers}

@@ -125,8 +125,8 @@ def behind(kind: CacheGeometry, rank: int, end: int) -> Iterator[int]:
     """Return a rank's places in the last block that are behind token (or entry) `end`."""
     begin, part = end // kind.covers * kind.covers, rank // kind.tp_size * kind.dcp + rank % kind.tp_size % kind.dcp
     world, run = kind.dcp * kind.pcp, kind.interleave
-    held = [token for token in range(begin, begin + kind.covers) if world == 1 or token // run % world == part]
-    return (place for place, token in enumerate(held) if token >= end)
+    rank_tokens = [token for token in range(begin, begin + kind.covers) if world == 1 or token // run % world == part]
+    return (place for place, token in enumerate(rank_tokens) if token >= end)
 
 
 def bind_of(caches: Caches, first: int, end: int) -> Bind:
@@ -165,13 +165,13 @@ def test_what_is_behind_the_last_token_is_cleared_and_nothing_else(
         if kind.group.stateful or not len(bind.blocks[kind.group_index]):
             continue
         last, count = int(bind.blocks[kind.group_index][-1]), caches.kernel_blocks[kind.group_index]
-        places = [(last, place) for place in behind(kind, rank, stop) if stop % kind.covers]
+        cleared = [(last, place) for place in behind(kind, rank, stop) if stop % kind.covers]
         unused = range(last + 1, (last // count + 1) * count)  # in the same block of vLLM's
-        places += [(block, place) for block in unused for place in range(kind.block_size)]
+        cleared += [(block, place) for block in unused for place in range(kind.block_size)]
         for region, base in zip(kind.regions, bases, strict=True):
             begin = max(address for address in memory if address <= base)
             for head in range(len(kind.head_range(rank))):
-                for block, place in places:
+                for block, place in cleared:
                     at = base + block * region.block_stride - begin
                     at += head * region.head_stride + place * region.token_stride
                     expected[begin][at : at + region.cell_bytes] = 0

@@ -20,8 +20,8 @@ LANGUAGES = re.compile(r"\[English\]|English · ")
 def links(text: str) -> list[str]:
     """Targets inside the repository; code blocks are left out."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose)
-    return [target for target in found if not re.match(r"[a-z]+:", target)]
+    targets = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose)
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -37,15 +37,15 @@ def target_of(page: Path, target: str) -> Path:
 
 def commands(text: str) -> list[str]:
     """Return the commands in blocks of code, without comments and variables; a quotation may go on in the next line."""
-    found = []
+    lines = []
     for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         whole = ""
         for line in block.splitlines():
             whole += re.sub(r" +# .*", "", line).strip() if not whole else f" {line.strip()}"
             if whole.count("'") % 2 == 0:
-                found.append(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", whole).replace("{ ", "{"))
+                lines.append(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", whole).replace("{ ", "{"))
                 whole = ""
-    return [line for line in found if re.match(r"(\./|scripts/|python|pip|vllm|curl|\")", line)]
+    return [line for line in lines if re.match(r"(\./|scripts/|python|pip|vllm|curl|\")", line)]
 
 
 class ComparedLine(NamedTuple):
@@ -68,23 +68,23 @@ def structure(page: Path, text: str = "") -> list[ComparedLine]:
     Shared are of a row each cell's numbers, links and names in backquotes, of a paragraph its links and names, of a
     block of code its commands.
     """
-    found: list[ComparedLine] = []
+    compared: list[ComparedLine] = []
     blocks = re.split(r"^( *```\n.*?^ *```)$", text or (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     for block in blocks:
         if block.lstrip().startswith("```"):
-            found.append(ComparedLine("code", commands(block)))
+            compared.append(ComparedLine("code", commands(block)))
             continue
         for paragraph in filter(None, map(str.strip, block.split("\n\n"))):
             lines = [line for line in paragraph.splitlines() if not line.startswith("<!--")]
             if not lines:
                 continue
             if lines[0].startswith("#"):
-                found.append(ComparedLine("heading", lines[0].split(" ")[0]))
+                compared.append(ComparedLine("heading", lines[0].split(" ")[0]))
             elif lines[0].startswith("|"):
-                found += [ComparedLine("row", [shared(page, cell) for cell in cells(line)]) for line in lines]
+                compared += [ComparedLine("row", [shared(page, cell) for cell in cells(line)]) for line in lines]
             elif not LANGUAGES.match(lines[0]):
-                found.append(ComparedLine("prose", shared(page, " ".join(lines))))
-    return found
+                compared.append(ComparedLine("prose", shared(page, " ".join(lines))))
+    return compared
 
 
 def cells(line: str) -> list[str]:

@@ -63,14 +63,14 @@ class Scrapes:
         self, name: str, matchers: list[tuple[str, str, str]], since: float, until: float
     ) -> dict[Labels, list[float]]:
         """Return the samples of the series that match, later than `since`."""
-        found = {}
-        for (held, labels), samples in self._series.items():
-            own = dict(labels)
-            if held != name or not all(MATCHES[how](own.get(label, ""), wanted) for label, how, wanted in matchers):
+        selected = {}
+        for (metric, labels), samples in self._series.items():
+            label_values = dict(labels)
+            if metric != name or not all(MATCHES[how](label_values.get(label, ""), wanted) for label, how, wanted in matchers):
                 continue
             if values := [value for at, value in samples if since < at <= until]:
-                found[labels] = values
-        return found
+                selected[labels] = values
+        return selected
 
 
 def evaluate(expression: str, recording: Scrapes, at_s: float) -> Vector:
@@ -130,7 +130,7 @@ class _ExpressionReader:
             self._next("on")
             labels = self._labels()
             there = {_only(other, labels) for other in self._compared()}
-            vector = {own: value for own, value in vector.items() if (_only(own, labels) in there) == kept}
+            vector = {series: value for series, value in vector.items() if (_only(series, labels) in there) == kept}
         return vector
 
     def _compared(self) -> Vector:
@@ -155,8 +155,8 @@ class _ExpressionReader:
             inner = self._value()
             self._next(")")
             groups: dict[Labels, list[float]] = {}
-            for own, value in inner.items():
-                groups.setdefault(_only(own, labels), []).append(value)
+            for series, value in inner.items():
+                groups.setdefault(_only(series, labels), []).append(value)
             return {group: FOLDED[name](values) for group, values in groups.items()}
         if name in ("increase", "absent"):
             self._next("(")

@@ -211,13 +211,13 @@ def test_what_the_evaluator_makes_of_values_is_prometheus_own() -> None:
     """Compared by hand with promtool 2.42 (`promtool test rules`)."""
     pages = [ScrapedPage(at, {"i": "1"}, f'a{{l="x"}} {at / 60}\na{{l="y"}} 5\nb 1\n') for at in (0, 60, 120)]
     pages.append(ScrapedPage(180, {"i": "1"}, 'a{l="x"} 1\n'))
-    held = Scrapes(pages)
-    x, y, b = (frozenset({("i", "1"), *own}) for own in ([("l", "x")], [("l", "y")], []))
-    assert evaluate("a", held, 120) == {x: 2, y: 5}
-    assert evaluate('a{l!="x"}', held, 120) == {y: 5} and evaluate('a{l=~"x|z"} > 1', held, 120) == {x: 2}
-    assert evaluate("sum by (i) (a)", held, 120) == {b: 7} and evaluate("min by (i) (a)", held, 120) == {b: 2}
-    assert evaluate("a and on (i) b", held, 120) == {x: 2, y: 5} and evaluate("a unless on (i) b", held, 120) == {}
-    assert evaluate("b or a", held, 120) == {b: 1, x: 2, y: 5}
-    assert evaluate("increase(a[5m]) > 0", held, 180) == {x: 3}, "a counter that began anew"
-    assert evaluate("absent(c)", held, 180) == {frozenset(): 1} and evaluate("absent(b)", held, 180) == {}
-    assert evaluate("absent(b)", held, 120 + 300) == {frozenset(): 1}, "gone after five minutes"
+    series = Scrapes(pages)
+    x, y, b = (frozenset({("i", "1"), *labels}) for labels in ([("l", "x")], [("l", "y")], []))
+    assert evaluate("a", series, 120) == {x: 2, y: 5}
+    assert evaluate('a{l!="x"}', series, 120) == {y: 5} and evaluate('a{l=~"x|z"} > 1', series, 120) == {x: 2}
+    assert evaluate("sum by (i) (a)", series, 120) == {b: 7} and evaluate("min by (i) (a)", series, 120) == {b: 2}
+    assert evaluate("a and on (i) b", series, 120) == {x: 2, y: 5} and evaluate("a unless on (i) b", series, 120) == {}
+    assert evaluate("b or a", series, 120) == {b: 1, x: 2, y: 5}
+    assert evaluate("increase(a[5m]) > 0", series, 180) == {x: 3}, "a counter that began anew"
+    assert evaluate("absent(c)", series, 180) == {frozenset(): 1} and evaluate("absent(b)", series, 180) == {}
+    assert evaluate("absent(b)", series, 120 + 300) == {frozenset(): 1}, "gone after five minutes"

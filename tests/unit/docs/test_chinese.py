@@ -52,9 +52,9 @@ def test_a_chinese_page_leads_to_chinese_pages(page: Path) -> None:
     """Where there is one; its own English form is at its head, and may have tables of a tool."""
     text = (ROOT / page).read_text()
     for target in links(text):
-        found = (ROOT / page.parent / target.partition("#")[0]).resolve().relative_to(ROOT)
-        if found in TRANSLATED and one_link(page, target):
-            assert found == original(page) or "#where-" in target, f"{page} links to {target}"
+        linked_page = (ROOT / page.parent / target.partition("#")[0]).resolve().relative_to(ROOT)
+        if linked_page in TRANSLATED and one_link(page, target):
+            assert linked_page == original(page) or "#where-" in target, f"{page} links to {target}"
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=str)

@@ -88,8 +88,8 @@ def test_what_is_wrong_at_any_value_above_0_is_red_there() -> None:
 def own_labels() -> dict[str, set[str]]:
     """Map the metaserver's series to the labels of their metrics."""
     labels: dict[str, set[str]] = {}
-    for held in vars(metaserver.Metrics()).values():
-        family = getattr(held, "_family", held)
+    for metric in vars(metaserver.Metrics()).values():
+        family = getattr(metric, "_family", metric)
         for described in family.describe() if hasattr(family, "describe") else ():
             for end in OF_PROMETHEUS[described.type]:
                 labels[described.name + end] = set(family._labelnames)
@@ -99,7 +99,7 @@ def own_labels() -> dict[str, set[str]]:
 def test_no_metric_of_ours_has_a_label_that_the_scraper_sets() -> None:
     labels = own_labels()
     assert {"engine", "role"} <= set().union(*labels.values())
-    assert {name: taken for name, own in labels.items() if (taken := own & OF_SCRAPER)} == {}
+    assert {name: taken for name, label_names in labels.items() if (taken := label_names & OF_SCRAPER)} == {}
 
 
 def test_panels_group_by_labels_that_their_metric_has() -> None:

@@ -207,14 +207,14 @@ def without_variables(words: list[str]) -> list[str]:
 
 def inline() -> list[ShownCommand]:
     """Return the commands with arguments that stand between backquotes in sentences, also over the end of a line."""
-    found = []
+    shown = []
     for page in PAGES:
         prose = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
         for quoted in re.findall(r"`([^`]+)`", prose):
             words = without_variables(split(" ".join(quoted.split())))
             if len(words) > 1 and OURS.fullmatch(words[0]):
-                found.append(ShownCommand(f"{page}: {' '.join(words)[:60]}", tuple(words)))
-    return found
+                shown.append(ShownCommand(f"{page}: {' '.join(words)[:60]}", tuple(words)))
+    return shown
 
 
 def split(line: str) -> list[str]:
@@ -326,8 +326,8 @@ make no command
 a picture, whose apostrophe doesn't end
 ```
 """
-    found = [(number, words) for block in blocks(text) for number, line in lines(block) for words in simple(line)]
-    assert [(number, words[0]) for number, words in found] == [
+    numbered = [(number, words) for block in blocks(text) for number, line in lines(block) for words in simple(line)]
+    assert [(number, words[0]) for number, words in numbered] == [
         (3, "make"),
         (4, "umask"),
         (4, "for"),
@@ -337,7 +337,7 @@ a picture, whose apostrophe doesn't end
         (5, "curl"),
         (10, "scripts/test.sh"),
     ]
-    assert found[-2][1][1:] == ("over\ntwo lines", "--and", "three") and found[-1][1][1:] == ("--parts",)
+    assert numbered[-2][1][1:] == ("over\ntwo lines", "--and", "three") and numbered[-1][1][1:] == ("--parts",)
 
 
 @pytest.mark.parametrize(

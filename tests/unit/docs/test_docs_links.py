@@ -33,10 +33,10 @@ SCRIPTS = ("./scripts/quickstart.sh", "./scripts/test.sh")
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in links((ROOT / page).read_text()):
-        found = target_of(page, target)
-        assert (ROOT / found).exists(), f"{page} links to {target}"
+        linked_page = target_of(page, target)
+        assert (ROOT / linked_page).exists(), f"{page} links to {target}"
         if "#" in target:
-            assert target.split("#")[1] in anchors(found), f"{page} links to {target}"
+            assert target.split("#")[1] in anchors(linked_page), f"{page} links to {target}"
 
 
 def reachable(start: Path, lines: int | None = None) -> set[Path]:

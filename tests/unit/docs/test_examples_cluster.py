@@ -26,8 +26,8 @@ ALL = [document for path in sorted(BASE.glob("*.yaml")) if path.stem != "kustomi
 
 
 def the(kind: str, name: str) -> dict[str, Any]:
-    (found,) = [each for each in ALL if (each["kind"], each["metadata"]["name"]) == (kind, name)]
-    return found
+    (document,) = [each for each in ALL if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return document
 
 
 def test_the_base_lists_each_manifest_once() -> None:
@@ -105,11 +105,11 @@ def test_engines_for_experts_have_the_sizes_of_their_recipe_and_all_of_them_are_
     for role, command in (("prefill", prefill), ("decode", decode)):
         (engines,) = documents(EXAMPLES / "large-ep" / f"{role}.yaml")
         said = container_of(engines)["args"][-1]
-        own, wanted = (_flags(shlex.split(text.replace("\\\n", " "))) for text in (said, command))
+        flags, wanted = (_flags(shlex.split(text.replace("\\\n", " "))) for text in (said, command))
         apart = {name for name in wanted if name.startswith("--data-parallel-size-local")}
         for name in wanted.keys() - apart - {"--port", "--kv-transfer-config", "--data-parallel-address"}:
-            assert own.get(name) == wanted[name], (role, name)
-        assert own["--data-parallel-size"] == wanted["--data-parallel-size"]
+            assert flags.get(name) == wanted[name], (role, name)
+        assert flags["--data-parallel-size"] == wanted["--data-parallel-size"]
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed here")
     done = subprocess.run(

@@ -22,8 +22,8 @@ TOKENS, BLOCK = 32768, 128
 def shown() -> dict[tuple[str, int, int], tuple[str, str, str, str]]:
     """Return the page's table."""
     row = re.compile(r"\| (\S+) (\d+) → (\d+)(?: \(MLA\))? \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|")
-    found = [match.groups() for line in PAGE.read_text().splitlines() if (match := row.match(line))]
-    return {(name, int(p), int(d)): (never, always, sent, auto) for name, p, d, never, always, sent, auto in found}
+    rows = [match.groups() for line in PAGE.read_text().splitlines() if (match := row.match(line))]
+    return {(name, int(p), int(d)): (never, always, sent, auto) for name, p, d, never, always, sent, auto in rows}
 
 
 def words(load: LayerWrites) -> str:

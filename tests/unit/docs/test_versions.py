@@ -24,8 +24,8 @@ def table(page: Path) -> list[list[str]]:
 
 
 def pins(name: str) -> dict[str, str]:
-    found = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE)
-    return {package.lower().replace("_", "-"): version.split("+")[0] for package, version in found}
+    pinned = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE)
+    return {package.lower().replace("_", "-"): version.split("+")[0] for package, version in pinned}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

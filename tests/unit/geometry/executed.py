@@ -94,19 +94,19 @@ def gather(cluster: PlannedCluster, rank: int, rows: np.ndarray, out: np.ndarray
         assert 0 <= head < head + heads <= len(cache.heads)
         assert 0 <= token < token + tokens <= (1 if shape.opaque else cache.geometry.block_size)
         source = block * shape.block_stride + head * shape.head_stride + token * shape.token_stride
-        places = box(source, heads, shape.head_stride, tokens, shape.token_stride, shape.cell_bytes)
+        sources = box(source, heads, shape.head_stride, tokens, shape.token_stride, shape.cell_bytes)
         target = box(offset, heads, head_stride, tokens, token_stride, shape.cell_bytes)
-        out[target] = cache.memory[region][places]
+        out[target] = cache.memory[region][sources]
         np.add.at(filled, target, 1)
 
 
 def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np.ndarray, used: np.ndarray) -> None:
     """Execute the assemble op with a table of buffer rows."""
     for cell, heads, tokens, source, source_head, source_token, target, target_head, target_token in rows.tolist():
-        places = box(source, heads, source_head, tokens, source_token, cell)
+        sources = box(source, heads, source_head, tokens, source_token, cell)
         image = box(target, heads, target_head, tokens, target_token, cell)
-        out[image] = received[places]
-        np.add.at(used, places, 1)
+        out[image] = received[sources]
+        np.add.at(used, sources, 1)
         np.add.at(filled, image, 1)
 
 

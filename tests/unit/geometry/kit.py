@@ -20,19 +20,19 @@ def geometry(
     kind: str, *, heads: int, tp: int, block: int, cells: tuple[int, ...] = (2, 2), pad: int = 0, layers: int = 1
 ) -> CacheGeometry:
     """A cache of one of the supported kinds. `cells`: bytes of one (token, head) cell of each region."""
-    held = max(len(range_of(heads, tp, rank)) for rank in range(tp))
+    local_heads = max(len(range_of(heads, tp, rank)) for rank in range(tp))
     regions = []
     for index, cell in enumerate(cells):
         pad += index * bool(pad)  # makes regions of equal cells differ too
         if kind == "token":
-            token, head = held * cell + pad, cell
+            token, head = local_heads * cell + pad, cell
             regions.append(Region(f"r{index}", block * token + pad, head, token, cell))
         elif kind == "head":
             token, head = cell, block * cell + pad
-            regions.append(Region(f"r{index}", held * head + pad, head, token, cell))
+            regions.append(Region(f"r{index}", local_heads * head + pad, head, token, cell))
         else:
             plane = block * cell
-            regions.append(Region(f"r{index}", held * (plane + pad) + pad, plane + pad, 0, plane))
+            regions.append(Region(f"r{index}", local_heads * (plane + pad) + pad, plane + pad, 0, plane))
     names = tuple(f"layer.{n}" for n in range(layers))
     return CacheGeometry(block, heads, tp, "float16", "plain", tuple(regions), (names,))
 
@@ -53,8 +53,8 @@ def ranks_of(g: CacheGeometry) -> range:
 
 
 def part_of(g: CacheGeometry, rank: int) -> int:
-    again, place = rank // g.tp_size, rank % g.tp_size
-    return again * g.dcp + place % g.dcp
+    pcp_rank, place = rank // g.tp_size, rank % g.tp_size
+    return pcp_rank * g.dcp + place % g.dcp
 
 
 def held_by(g: CacheGeometry, rank: int, end: int) -> list[int]:
@@ -76,9 +76,9 @@ def share(p: CacheGeometry, d: CacheGeometry, p_rank: int, d_rank: int, head: in
         [
             r
             for r in ranks_of(g)
-            if head in range_of(g.kv_heads, g.tp_size, r % g.tp_size) and part_of(g, r) == part_of(g, own)
+            if head in range_of(g.kv_heads, g.tp_size, r % g.tp_size) and part_of(g, r) == part_of(g, rank)
         ]
-        for g, own in ((p, p_rank), (d, d_rank))
+        for g, rank in ((p, p_rank), (d, d_rank))
     )
     if p_rank not in replicas or d_rank not in wanting:
         return Fraction(0)
@@ -113,7 +113,7 @@ class CountedMemory:
             self.memory.append(noise.integers(0, 256, self.blocks * region.block_stride, dtype=np.uint8))
             self.writes.append(np.zeros(self.blocks * region.block_stride, dtype=np.int16))
 
-    def places(self, region: int, table: np.ndarray, base: int, head: int, lo: int, hi: int) -> np.ndarray:
+    def offsets(self, region: int, table: np.ndarray, base: int, head: int, lo: int, hi: int) -> np.ndarray:
         """Byte offsets of this rank's tokens in [lo, hi) of a head: shape (tokens, cell). An opaque plane is stored
         transposed. The tokens that a rank holds lie one after the other, in as many blocks as needed."""
         shape, size = self.geometry.regions[region], self.geometry.block_size
@@ -123,10 +123,10 @@ class CountedMemory:
         start = table[tokens // size - base].astype(np.int64) * shape.block_stride
         start += self.heads.index(head) * shape.head_stride
         if shape.opaque:
-            places = (start + tokens % size)[:, None] + np.arange(shape.cell_bytes // size) * size
+            offsets = (start + tokens % size)[:, None] + np.arange(shape.cell_bytes // size) * size
         else:
-            places = (start + tokens % size * shape.token_stride)[:, None] + np.arange(shape.cell_bytes)
-        return np.asarray(places)
+            offsets = (start + tokens % size * shape.token_stride)[:, None] + np.arange(shape.cell_bytes)
+        return np.asarray(offsets)
 
 
 @dataclass
@@ -179,11 +179,11 @@ class PlannedCluster:
     def compute(self, request: PlannedRequest, after: int) -> None:
         """P computes a request's tokens up to `after`, on every rank that holds the head."""
         for cache in self.ranks:
-            own = [token for token in held_by(self.p, cache.rank, after) if token >= request.done]
+            tokens = [token for token in held_by(self.p, cache.rank, after) if token >= request.done]
             for head in cache.heads:
                 for region, contents in enumerate(request.contents):
-                    places = cache.places(region, request.p_blocks, 0, head, request.done, after)
-                    cache.memory[region][places] = contents[own, head]
+                    offsets = cache.offsets(region, request.p_blocks, 0, head, request.done, after)
+                    cache.memory[region][offsets] = contents[tokens, head]
         request.done = after
 
     def write(self, instance: int, d_rank: int, region: int, source: np.ndarray, src: int, dst: int, size: int) -> None:
@@ -211,13 +211,13 @@ class PlannedCluster:
             expected = before[region].copy()
             for request in requests:
                 base = request.first // covers(cache.geometry)
-                own = [token for token in held_by(cache.geometry, cache.rank, request.end) if token >= request.first]
+                tokens = [token for token in held_by(cache.geometry, cache.rank, request.end) if token >= request.first]
                 for head in cache.heads:
-                    places = cache.places(region, request.d_blocks, base, head, request.first, request.end)
-                    expected[places] = request.contents[region][own, head]
-                    exact[places] = True
+                    offsets = cache.offsets(region, request.d_blocks, base, head, request.first, request.end)
+                    expected[offsets] = request.contents[region][tokens, head]
+                    exact[offsets] = True
                     if shape.opaque:  # a plane is written whole, including what lies behind the last token
-                        places = cache.places(
+                        offsets = cache.offsets(
                             region,
                             request.d_blocks,
                             base,
@@ -225,7 +225,7 @@ class PlannedCluster:
                             base * size,
                             len(request.d_blocks) * size + base * size,
                         )
-                    wanted[places] += 1
+                    wanted[offsets] += 1
             assert wanted.max(initial=0) <= 1
             np.testing.assert_array_equal(cache.writes[region], wanted)
             compared = exact | (wanted == 0)

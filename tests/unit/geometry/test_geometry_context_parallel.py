@@ -21,8 +21,8 @@ INTERLEAVES = [(1, 1), (4, 4), (1, 4), (2, 1), (4, 2)]
 def place(engine: TokenSplit, token: int) -> tuple[int, int, int]:
     """Reference, token by token: holder, index in the table, place in the block."""
     inside = token % (engine.block_size * engine.world)
-    own = [t for t in range(inside) if (t // engine.interleave) % engine.world == holder(engine, token)]
-    return holder(engine, token), token // (engine.block_size * engine.world), len(own)
+    earlier = [t for t in range(inside) if (t // engine.interleave) % engine.world == holder(engine, token)]
+    return holder(engine, token), token // (engine.block_size * engine.world), len(earlier)
 
 
 def holder(engine: TokenSplit, token: int) -> int:
@@ -57,14 +57,14 @@ def test_every_token_arrives_where_decode_has_it(
         landed = np.full_like(wanted, UNTOUCHED)
         p_ids, d_ids = table(p, tokens, 1), table(d, tokens, 2)
         for p_rank, d_rank in product(range(p_world), range(d_world)):
-            found = shared(p, p_rank, d, d_rank, first, tokens)
+            runs = shared(p, p_rank, d, d_rank, first, tokens)
             for count, a, at, b, to in zip(
-                found.count, found.p_block, found.p_token, found.d_block, found.d_token, strict=True
+                runs.count, runs.p_block, runs.p_token, runs.d_block, runs.d_token, strict=True
             ):
                 part = landed[d_rank, d_ids[b], to : to + count]
                 assert len(part) == count and (part == UNTOUCHED).all(), "nothing is written twice, or past its block"
                 part[:] = source[p_rank, p_ids[a], at : at + count]
-            assert bool(len(found.count)) <= (p_rank in contributors(p, d, d_rank))
+            assert bool(len(runs.count)) <= (p_rank in contributors(p, d, d_rank))
         assert (landed == wanted).all()
 
 
@@ -107,5 +107,5 @@ def test_what_no_engine_has_is_no_layout() -> None:
 
 
 def test_a_million_tokens_cost_what_they_hold() -> None:
-    found = shared(TokenSplit(128, 8, 128), 3, TokenSplit(128, 2, 128), 1, 0, 1 << 20)
-    assert len(found.count) == (1 << 20) // 128 // 8 and found.count.sum() == (1 << 20) // 8
+    runs = shared(TokenSplit(128, 8, 128), 3, TokenSplit(128, 2, 128), 1, 0, 1 << 20)
+    assert len(runs.count) == (1 << 20) // 128 // 8 and runs.count.sum() == (1 << 20) // 8

@@ -20,15 +20,15 @@ Sums = dict[tuple[int, int], tuple[int, ...]]  # (request, d rank) → sum of ea
 
 def sums_on_d(cluster: PlannedCluster) -> Sums:
     """Sums that each D rank finds in its memory for each request."""
-    found: Sums = {}
+    sums: Sums = {}
     for number, request in enumerate(cluster.requests):
         for cache in cluster.engines[request.instance]:
-            held, first = cache.geometry.head_range(cache.rank), request.first // covers(cache.geometry)
+            heads, first = cache.geometry.head_range(cache.rank), request.first // covers(cache.geometry)
             wanted = range(request.first, request.end)
-            found[number, cache.rank] = cache_digest(
-                cache.memory.__getitem__, cache.geometry, cache.rank, held, wanted, request.d_blocks, first
+            sums[number, cache.rank] = cache_digest(
+                cache.memory.__getitem__, cache.geometry, cache.rank, heads, wanted, request.d_blocks, first
             )
-    return found
+    return sums
 
 
 def add(total: Sums, number: int, d_rank: int, values: tuple[int, ...]) -> None:
@@ -104,7 +104,7 @@ def test_every_wanted_byte_counts_and_no_other_does(kind: str) -> None:
     cache, table = one_cache(kind)
     right = digest(cache, table)
     for region in range(2):
-        wanted = {place for head in range(2) for place in cache.places(region, table, 0, head, 0, 10).ravel().tolist()}
+        wanted = {place for head in range(2) for place in cache.offsets(region, table, 0, head, 0, 10).ravel().tolist()}
         for place in range(len(cache.memory[region])):
             cache.memory[region][place] ^= 0x10
             assert (digest(cache, table) != right) == (place in wanted)
@@ -121,7 +121,7 @@ def test_equal_bytes_in_another_place_are_a_difference(region: int, head: int, t
     )
     for memory in cache.memory:
         memory[:] = 7
-    first, second = cache.places(0, table, 0, 1, 4, 5), cache.places(region, table, 0, head, token, token + 1)
+    first, second = cache.offsets(0, table, 0, 1, 4, 5), cache.offsets(region, table, 0, head, token, token + 1)
     cache.memory[0][first] = 9
     before = digest(cache, table)
     cache.memory[0][first] = 7

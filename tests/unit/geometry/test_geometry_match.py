@@ -43,9 +43,9 @@ def test_equal_caches_fit_whatever_their_ranks_strides_and_block_sizes() -> None
     ],
 )
 def test_each_difference_is_named_with_both_values(other: CacheGeometry, field: str, ours: str, theirs: str) -> None:
-    [found] = mismatches(BASE, other)
-    assert (found.field, found.prefill, found.decode) == (field, ours, theirs)
-    error = found.error()
+    [difference] = mismatches(BASE, other)
+    assert (difference.field, difference.prefill, difference.decode) == (field, ours, theirs)
+    error = difference.error()
     assert error.code == "PD-GEO-001"
     assert ours in str(error)
     assert theirs in str(error)
@@ -75,15 +75,15 @@ def test_components_that_have_numbers_are_named_for_people(
 
 
 def test_all_differences_are_named_at_once() -> None:
-    found = mismatches(BASE, changed(dtype="bfloat16", packing="amx"))
-    assert [each.field for each in found] == ["dtype", "packing"]
+    differences = mismatches(BASE, changed(dtype="bfloat16", packing="amx"))
+    assert [each.field for each in differences] == ["dtype", "packing"]
 
 
 def test_block_sizes_must_be_equal_where_tokens_cannot_be_addressed() -> None:
     p, d = (geometry("opaque", heads=4, tp=1, block=size) for size in (16, 32))
-    [found] = mismatches(p, d)
-    assert (found.field, found.prefill, found.decode) == ("block_size", "16", "32")
-    assert found.error().code == "PD-GEO-002"
+    [difference] = mismatches(p, d)
+    assert (difference.field, difference.prefill, difference.decode) == ("block_size", "16", "32")
+    assert difference.error().code == "PD-GEO-002"
 
 
 def test_one_opaque_side_is_enough_to_want_equal_block_sizes() -> None:
@@ -93,8 +93,8 @@ def test_one_opaque_side_is_enough_to_want_equal_block_sizes() -> None:
 
 
 def test_an_opaque_cache_does_not_fit_an_addressable_one() -> None:
-    found = mismatches(geometry("opaque", heads=4, tp=2, block=16, layers=3), BASE)
-    assert [each.field for each in found] == ["token axis of r0", "token axis of r1"]
+    differences = mismatches(geometry("opaque", heads=4, tp=2, block=16, layers=3), BASE)
+    assert [each.field for each in differences] == ["token axis of r0", "token axis of r1"]
     with pytest.raises(Exception, match="PD-GEO-001"):
         require_match(geometry("opaque", heads=4, tp=2, block=16, layers=3), BASE)
 
@@ -220,12 +220,12 @@ def test_the_plan_digest_depends_on_every_fact() -> None:
 def test_blocks_without_a_common_period_are_a_difference() -> None:
     """Layouts that are expensive to compare are refused before planning."""
     p, d = (dealt(geometry("token", heads=1, tp=2, block=block, cells=(4,)), dcp=2) for block in (1021, 1019))
-    (found,) = mismatches(p, d)
-    assert str(found).startswith("tokens of a block: prefill 1021 on each of 2 parts, in runs of 1, decode 1019")
-    assert found.error().code == "PD-GEO-001"
+    (difference,) = mismatches(p, d)
+    assert str(difference).startswith("tokens of a block: prefill 1021 on each of 2 parts, in runs of 1, decode 1019")
+    assert difference.error().code == "PD-GEO-001"
     assert not mismatches(p, p)
 
 
 def test_tokens_that_cannot_be_distinguished_cannot_be_divided() -> None:
     p, d = geometry("opaque", heads=1, tp=2, block=16), dealt(geometry("opaque", heads=1, tp=2, block=16), dcp=2)
-    assert [found.field for found in mismatches(p, d)] == ["tokens of a block"]
+    assert [difference.field for difference in mismatches(p, d)] == ["tokens of a block"]

@@ -167,10 +167,10 @@ def test_instances_have_slots_of_their_own() -> None:
     p, d = geometry("token", heads=4, tp=4, block=8), geometry("token", heads=4, tp=2, block=8)
     table = np.arange(8, dtype=np.int32)
     jobs = [Job(d, 0, 0, 32, table, table, instance) for instance in (3, 1, 3)]
-    found = Counter(
+    slots = Counter(
         (slot.instance, slot.d_rank) for rank in range(4) for slot in RegroupPlanner(p, rank).plan(jobs).slots
     )
-    assert set(found) == {(3, 0), (3, 1), (1, 0), (1, 1)}
+    assert set(slots) == {(3, 0), (3, 1), (1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize("kind", ["token", "head", "opaque"])

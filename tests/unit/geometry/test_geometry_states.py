@@ -60,7 +60,7 @@ def whole(recurrence: str, groups: int, layer: int) -> tuple[list[torch.Tensor],
     return parts, torch.randn(HEADS, HEAD, STATE, generator=seeded).double()
 
 
-def held(part: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
+def rank_heads(part: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
     """Heads of a rank; of a single head, that one on all ranks."""
     return part if part.shape[axis] < tp else part.chunk(tp, axis)[rank]
 
@@ -68,8 +68,8 @@ def held(part: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
 def shard(recurrence: str, groups: int, layer: int, rank: int, tp: int, dim_first: bool) -> list[torch.Tensor]:
     """The two states of one rank, as vLLM has them."""
     parts, matrices = whole(recurrence, groups, layer)
-    rows = torch.cat([held(part, 1, rank, tp).flatten(1) for part in parts], 1)
-    return [(rows.T if dim_first else rows).contiguous(), held(matrices, 0, rank, tp).contiguous()]
+    rows = torch.cat([rank_heads(part, 1, rank, tp).flatten(1) for part in parts], 1)
+    return [(rows.T if dim_first else rows).contiguous(), rank_heads(matrices, 0, rank, tp).contiguous()]
 
 
 class RankStates:
@@ -236,8 +236,10 @@ def test_blocks_may_be_of_any_length_and_rows_must_be_alike() -> None:
     all_tokens = msgspec.structs.replace(d, groups=(Group(1),))
     assert "tokens that matter of l.0.mixer/heads: prefill state, decode all" in map(str, mismatches(p, all_tokens))
     _, dim_first = sides(dim_first=True)
-    found = mismatches(p, dim_first)
-    assert found[0].field == "regions of l.0.mixer/heads" and found[0].decode == "conv.x, recurrence", found
+    differences = mismatches(p, dim_first)
+    assert differences[0].field == "regions of l.0.mixer/heads" and differences[0].decode == "conv.x, recurrence", (
+        differences
+    )
 
 
 def test_states_are_not_exchanged_among_the_ranks_of_p() -> None:
@@ -250,8 +252,8 @@ def test_states_are_not_exchanged_among_the_ranks_of_p() -> None:
 @pytest.mark.parametrize(("blocks", "says"), [(1, ""), (0, "0 blocks are named"), (2, "2 blocks are named")])
 def test_of_a_state_one_block_is_named(blocks: int, says: str) -> None:
     g, _ = sides()
-    found = range_fault(g, 0, 100, blocks)
-    assert says in found and bool(says) == bool(found)
+    fault = range_fault(g, 0, 100, blocks)
+    assert says in fault and bool(says) == bool(fault)
 
 
 # -- D
@@ -391,7 +393,7 @@ def test_behind_a_shorter_prompt_a_drafter_gets_the_token_that_was_taken_off(dra
 
 def test_a_state_is_announced_when_the_step_is_over() -> None:
     said: list[Any] = []
-    plan = SimpleNamespace(number=1, before=None, direct=True, exchanges=(), again=(), pushes=(), final=())
+    plan = SimpleNamespace(number=1, before=None, direct=True, exchanges=(), catch_ups=(), pushes=(), final=())
     plans = SimpleNamespace(begin=lambda now, step: plan)
     core = SimpleNamespace(plans=plans, uncomputed=lambda *facts: said.append(facts))
     deciding: Any = lambda: HeldCore(core)  # noqa: E731
@@ -435,8 +437,8 @@ def test_the_sums_of_what_p_reads_are_those_of_what_d_has(tps: tuple[int, int]) 
                     sums = digest(source.caches, index, pair.p, source.rank, range(*part.heads), 4)
                     total[d_rank] = total[d_rank] + np.array(sums, dtype=object)
             for side in d:
-                found = digest(side.caches, index, pair.d, side.rank, pair.d.head_range(side.rank), 2)
-                assert [int(one) % (1 << 64) for one in total[side.rank]] == list(found)
+                d_sums = digest(side.caches, index, pair.d, side.rank, pair.d.head_range(side.rank), 2)
+                assert [int(one) % (1 << 64) for one in total[side.rank]] == list(d_sums)
 
 
 def digest(caches: Caches, layer: int, kind: CacheGeometry, rank: int, heads: range, block: int) -> tuple[int, ...]:

@@ -58,8 +58,8 @@ class PagedMemory:
         self.sizes, self.rank = sizes, rank
         self.local = [max(1, sort.heads // tp) for sort in SORTS]
         self.first = [rank * sort.heads // tp if sort.heads > 1 else 0 for sort in SORTS]
-        held = [size * heads * sort.dim for size, heads, sort in zip(sizes, self.local, SORTS, strict=True)]
-        page = max(held) + 5
+        elements = [size * heads * sort.dim for size, heads, sort in zip(sizes, self.local, SORTS, strict=True)]
+        page = max(elements) + 5
         self.storages = [torch.full((POOL * page,), -1.0) for _ in range(2)]
         self.made = {name: self._view(name, page) for name in LAYERS}
         groups = tuple(sort.group(size) for size, sort in zip(sizes, SORTS, strict=True))
@@ -158,11 +158,11 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
 def test_entries_of_other_numbers_of_tokens_are_refused() -> None:
     ours = whole([PagedMemory(P_SIZES, 1, 0)])
     others = [msgspec.structs.replace(group, n=5) if group.per_entry == 4 else group for group in ours.groups]
-    found = mismatches(ours, msgspec.structs.replace(ours, groups=tuple(others)))
-    assert [str(one) for one in found] == ["tokens that matter of l.3: prefill compressed 4, decode compressed 5"]
+    differences = mismatches(ours, msgspec.structs.replace(ours, groups=tuple(others)))
+    assert [str(one) for one in differences] == ["tokens that matter of l.3: prefill compressed 4, decode compressed 5"]
 
 
 def test_a_block_of_p_that_is_no_multiple_of_d_s_is_refused_for_a_window() -> None:
     ours = whole([PagedMemory(P_SIZES, 1, 0)])
-    found = mismatches(ours, whole([PagedMemory((12, *D_SIZES[1:]), 1, 0)]))
-    assert any("block_size of l.0" in str(one) for one in found), found
+    differences = mismatches(ours, whole([PagedMemory((12, *D_SIZES[1:]), 1, 0)]))
+    assert any("block_size of l.0" in str(one) for one in differences), differences

@@ -114,7 +114,7 @@ def test_layers_meet_by_name_whatever_their_groups_are_called() -> None:
     ],
 )
 def test_groups_that_differ_are_refused_with_the_layer_and_both(d: CacheGeometry, says: str) -> None:
-    assert any(says.replace("layer.0", FIRST_LAYER) in str(found) for found in mismatches(TWO, d))
+    assert any(says.replace("layer.0", FIRST_LAYER) in str(difference) for difference in mismatches(TWO, d))
 
 
 def test_blocks_of_p_may_be_longer_in_a_window_and_of_any_length_elsewhere() -> None:
@@ -184,8 +184,8 @@ def test_slices_that_contradict_each_other_are_refused(slices: list[tuple[int, i
     [((2, 7), ""), ((7, 2), "needs 2"), ((2,), "blocks of 1 groups"), ((1, 7), "[80, 100) needs 2"), ((2, 6), "[0, 100) needs 7")],
 )  # fmt: skip
 def test_each_group_has_the_blocks_that_it_needs(blocks: tuple[int, ...], says: str) -> None:
-    found = range_fault(TWO, 0, 100, *blocks)
-    assert says in found and bool(says) == bool(found)
+    fault = range_fault(TWO, 0, 100, *blocks)
+    assert says in fault and bool(says) == bool(fault)
 
 
 # -- D

@@ -55,8 +55,8 @@ class Delays:
 
     def __str__(self) -> str:
         worst = self.slowest
-        places = Counter(at for when, at in self.beside.seen if 0 <= when - worst.begun <= worst.seconds)
-        seen = "".join(f"\n{count:6} x {where}" for where, count in places.most_common(3))
+        stacks = Counter(at for when, at in self.beside.seen if 0 <= when - worst.begun <= worst.seconds)
+        seen = "".join(f"\n{count:6} x {where}" for where, count in stacks.most_common(3))
         took = f"{worst.seconds * 1e3:.0f} ms and {worst.pieces} pieces of {self.beside.pieces}"
         return f"slowest of {len(self.all)} {self.what}: {took}; at{seen}"
 
@@ -65,7 +65,7 @@ class Beside:
     """Do `work` until the end. A context manager, which fails if the work failed."""
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._over = work, threading.Event()
+        self._work, self._stopped = work, threading.Event()
         self.pieces = 0
         self.seen: deque[tuple[float, str]] = deque(maxlen=20_000)  # where the creator's thread was
         self._creator = threading.get_ident()
@@ -81,7 +81,7 @@ class Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         for thread in self._threads:
             thread.join()
         if self._failed is not None:
@@ -89,16 +89,16 @@ class Beside:
 
     def _do(self) -> None:
         try:
-            while not self._over.is_set():
+            while not self._stopped.is_set():
                 self._work()
                 self.pieces += 1
         except BaseException as problem:  # noqa: BLE001 - raised at the end, on the test's thread
             self._failed = problem
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_S):
-            frame, places = sys._current_frames().get(self._creator), list[str]()
-            while frame is not None and len(places) < 6:
-                places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        while not self._stopped.wait(LOOK_S):
+            frame, stack = sys._current_frames().get(self._creator), list[str]()
+            while frame is not None and len(stack) < 6:
+                stack.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
                 frame = frame.f_back
-            self.seen.append((time.monotonic(), " < ".join(places)))
+            self.seen.append((time.monotonic(), " < ".join(stack)))

@@ -102,8 +102,8 @@ class AnsweringChild:
         """Wait until `reached` holds, up to a limit of the child's own time: that without a processor is left out."""
         began, waited = time.monotonic(), without_processor(self.process.pid)
         while not reached():
-            own = time.monotonic() - began - (without_processor(self.process.pid) - waited)
-            going_on = own < self._answer_s and self.process.poll() is None
+            spent = time.monotonic() - began - (without_processor(self.process.pid) - waited)
+            going_on = spent < self._answer_s and self.process.poll() is None
             assert going_on, f"{what}; its log: {self._log.read_text()[-2000:]}"
 
     def stop(self) -> None:

@@ -131,10 +131,10 @@ class ConnectorPair:
 
     def results(self) -> Any:
         self.decode_step()
-        found = self.decode_worker.get_transfer_results(set())
-        if found.finished_recving:
-            self.reported.append(found)
-        return found.finished_recving
+        results = self.decode_worker.get_transfer_results(set())
+        if results.finished_recving:
+            self.reported.append(results)
+        return results.finished_recving
 
 
 @contextmanager

@@ -67,8 +67,8 @@ def says(*pieces: bytes, pause_s: float = 0.0, close: bool = False) -> Handle:
 
 def reset(writer: asyncio.StreamWriter) -> None:
     """End a connection as a process does that dies with bytes unread: the other side gets a reset."""
-    found: socket.socket = writer.get_extra_info("socket")
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 

@@ -38,8 +38,8 @@ def until(reached: Callable[[], object], what: str | Callable[[], object] = "", 
     began, waited = time.monotonic(), without_processor(os.getpid())
     while not reached():
         if time.monotonic() - began >= seconds:
-            own = time.monotonic() - began - (without_processor(os.getpid()) - waited)
-            assert own < seconds, f"not reached within {seconds:g} s: {what() if callable(what) else what or reached}"
+            spent = time.monotonic() - began - (without_processor(os.getpid()) - waited)
+            assert spent < seconds, f"not reached within {seconds:g} s: {what() if callable(what) else what or reached}"
         time.sleep(0.002)
 
 

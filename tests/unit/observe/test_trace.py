@@ -66,15 +66,15 @@ def test_a_disk_that_hangs_stops_nothing_and_what_it_does_not_take_is_counted(
     monkeypatch.setattr(trace, "_opened", lambda _: os.fdopen(writing, "w", buffering=1 << 16))
     monkeypatch.setattr(trace, "MAX_WAITING", 2000, raising=False)
     file = TraceFile(str(tmp_path), "test")
-    over = threading.Event()
+    emitted = threading.Event()
 
     def work() -> None:
         for number in range(5000):
             trace.emit("bound", transfer="t" * 100, number=number)
-        over.set()
+        emitted.set()
 
     threading.Thread(target=work, name="work", daemon=True).start()
-    unhindered = over.wait(60)
+    unhindered = emitted.wait(60)
     said = [r.levelno for r in caplog.records if r.name == trace.__name__]
     written = bytearray()
     with os.fdopen(reading, "rb", buffering=0) as disk:  # it goes on
@@ -166,13 +166,13 @@ def test_the_schedulers_go_on_when_their_trace_fails() -> None:
             connector_output = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
             pair.decode.update_connector_output(connector_output)
             pair.metaserver.end = b'{"event":"prefilled"}\n'
-            held, _ = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
+            blocks_held, _ = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
             pair.decode.request_finished_all_groups(asked, ([3, 5],))
             sent: list[str] = []
             finished = frozenset({"r-p"})
             until(lambda: sent.extend(pair.prefill_step(output(), finished=finished).finished_sending) or sent, "sent")
             pair.prefill.update_connector_output(KVConnectorOutput(finished_sending=set(sent)))
-            assert held and connector_output.finished_recving == {"r"} and sent == ["r-p"]
+            assert blocks_held and connector_output.finished_recving == {"r"} and sent == ["r-p"]
     finally:
         remove()
     assert {"posted", "attached", "reported", "released"} <= set(raised)

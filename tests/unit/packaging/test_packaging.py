@@ -22,14 +22,14 @@ def normal(name: str) -> str:
 
 
 def pins(file: Path) -> dict[str, str]:
-    found = {}
+    versions = {}
     for line in file.read_text().splitlines():
         if line and not line.startswith("#"):
             match = PIN.match(line)
             assert match, f"{file.name}: {line!r} is not an exact pin"
-            assert normal(match["name"]) not in found, f"{file.name}: {match['name']} is there twice"
-            found[normal(match["name"])] = match["version"]
-    return found
+            assert normal(match["name"]) not in versions, f"{file.name}: {match['name']} is there twice"
+            versions[normal(match["name"])] = match["version"]
+    return versions
 
 
 APART = {"ascend-host", "ascend-host-0.23", "ascend-host-0.30", "torch-2.11"}  # environments of their own
@@ -38,13 +38,13 @@ APART = {"ascend-host", "ascend-host-0.23", "ascend-host-0.30", "torch-2.11"}  #
 def requirements() -> dict[str, dict[str, str]]:
     """Return the requirements of the main environment."""
     every = {file.stem: pins(file) for file in sorted((ROOT / "requirements").glob("*.txt"))}
-    return {name: found for name, found in every.items() if name not in APART}
+    return {name: versions for name, versions in every.items() if name not in APART}
 
 
 @pytest.mark.parametrize(("release", "vllm_ascend"), [("0.23", "0.23.0.post1"), ("0.30", "0.30.0rc2")])
 def test_the_host_stand_in_has_the_versions_that_belong_together(release: str, vllm_ascend: str) -> None:
-    shared, own = (pins(ROOT / f"requirements/ascend-host{end}.txt") for end in ("", f"-{release}"))
-    assert own == {"vllm-ascend": vllm_ascend, "vllm": f"{release}.0"} and not own.keys() & shared.keys()
+    shared, of_release = (pins(ROOT / f"requirements/ascend-host{end}.txt") for end in ("", f"-{release}"))
+    assert of_release == {"vllm-ascend": vllm_ascend, "vllm": f"{release}.0"} and not of_release.keys() & shared.keys()
     assert shared["torch-npu"].split(".post")[0] == shared["torch"] == "2.10.0"
 
 
@@ -61,9 +61,9 @@ def tracked() -> list[Path]:
 
 def test_every_requirement_is_pinned_exactly_and_only_once() -> None:
     seen: dict[str, str] = {}
-    for name, found in requirements().items():
-        assert found, f"{name}.txt is empty"
-        for package in found:
+    for name, versions in requirements().items():
+        assert versions, f"{name}.txt is empty"
+        for package in versions:
             assert package not in seen, f"{package} is in {seen[package]}.txt and {name}.txt"
             seen[package] = name
 
@@ -76,7 +76,7 @@ def test_the_pinned_environment_holds_the_three_versions_that_were_proven_togeth
 
 
 def test_extras_allow_what_is_pinned() -> None:
-    every = {name: version for found in requirements().values() for name, version in found.items()}
+    every = {name: version for versions in requirements().values() for name, version in versions.items()}
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) >= {"cpu", "npu", "test", "dev"}
     for wanted in [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["test"], *extras["dev"]]:

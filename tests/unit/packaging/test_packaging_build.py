@@ -260,9 +260,9 @@ def closure(*names: str) -> Iterator[Distribution]:
         if name in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
             continue
         seen.add(name)
-        found = distribution(wanted.name)
-        yield found
-        waiting += map(Requirement, found.requires or ())
+        installed = distribution(wanted.name)
+        yield installed
+        waiting += map(Requirement, installed.requires or ())
 
 
 @pytest.fixture(scope="module")
@@ -275,9 +275,9 @@ def router_host(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(site)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["metaserver"]]
-    for found in closure(*wanted):
-        for part in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            (site / part).symlink_to(found.locate_file(part))
+    for installed in closure(*wanted):
+        for part in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / part).symlink_to(installed.locate_file(part))
     return folder / "bin/python"
 
 

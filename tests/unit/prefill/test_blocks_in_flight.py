@@ -30,22 +30,22 @@ class UnpushedSteps:
     def __init__(self) -> None:
         self.book = PushBook(model="m")
 
-    def step(self, chunks: Sequence[Chunk], over: Sequence[str]) -> None:
-        for name in over:
+    def step(self, chunks: Sequence[Chunk], ended: Sequence[str]) -> None:
+        for name in ended:
             self.book.finished(0.0, name, holds_blocks=True, well=True, why="")
         self.book.step(chunks, {}.__getitem__)
 
-    def ready(self, chunks: Sequence[Chunk], over: Sequence[str], groups: Any) -> int:
+    def ready(self, chunks: Sequence[Chunk], ended: Sequence[str], groups: Any) -> int:
         """Run a step; return how many computed tokens of the last chunk's request are ready."""
-        self.step(chunks, over)
+        self.step(chunks, ended)
         record = self.book.find(chunks[-1].request_id)
         assert record is not None
         return self.book.flight.ready(chunks[-1], record.tables, groups)
 
 
-def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: UnpushedSteps | None = None) -> int:
+def ready(*chunks: Chunk, ended: Sequence[str] = (), groups: Any = PLAIN, known: UnpushedSteps | None = None) -> int:
     """Run a step; return how many computed tokens of the last chunk's request are ready."""
-    return (known or UnpushedSteps()).ready(chunks, over, groups)
+    return (known or UnpushedSteps()).ready(chunks, ended, groups)
 
 
 def test_what_no_step_computes_now_is_there() -> None:
@@ -69,7 +69,7 @@ def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one(
 def test_blocks_of_requests_that_are_over_belong_to_none() -> None:
     computing = UnpushedSteps()
     computing.step([chunk("a", 0, 6, [1, 2])], ())
-    assert ready(chunk("b", 8, 2, [1, 2, 3]), over=["a"], known=computing) == 8
+    assert ready(chunk("b", 8, 2, [1, 2, 3]), ended=["a"], known=computing) == 8
     assert computing.book.open_count() == 1
 
 
@@ -96,22 +96,24 @@ def test_blocks_of_compressed_layers_stand_for_more_tokens() -> None:
     assert ready(beside, chunk("b", 12, 1, [1, 2, 8, 9], [5, 6, 12]), groups=groups) == 6
 
 
-@pytest.mark.parametrize(("found", "there"), [(0, 0), (4, 4), (8, 8), (12, 8), (None, 8)], ids=str)
-def test_what_another_connector_loads_in_this_step_is_not_there(found: int | None, there: int) -> None:
+@pytest.mark.parametrize(("cached", "there"), [(0, 0), (4, 4), (8, 8), (12, 8), (None, 8)], ids=str)
+def test_what_another_connector_loads_in_this_step_is_not_there(cached: int | None, there: int) -> None:
     """vLLM calls it computed. Another request of the step may find it in the prefix cache, too."""
-    loading = Chunk("a", 8, 4, ([1, 2, 3],), True, found)
+    loading = Chunk("a", 8, 4, ([1, 2, 3],), True, cached)
     assert ready(loading) == there
     assert ready(loading, chunk("b", 8, 2, [1, 2, 9])) == there
 
 
 @pytest.mark.parametrize(
-    ("found", "beside", "early"), [(4, [9, 9], 4), (None, [9, 9], 4), (4, [1, 9], 0), (0, [9, 9], 0)], ids=str
+    ("cached", "beside", "early"), [(4, [9, 9], 4), (None, [9, 9], 4), (4, [1, 9], 0), (0, [9, 9], 0)], ids=str
 )
-def test_a_prompt_that_p_has_cached_leaves_before_the_forward(found: int | None, beside: list[int], early: int) -> None:
+def test_a_prompt_that_p_has_cached_leaves_before_the_forward(
+    cached: int | None, beside: list[int], early: int
+) -> None:
     """But not what another connector loads into this cache: vLLM counts it as computed while it is being loaded."""
     scheduler, asked = PrefillScheduler(engine()), request()
-    if found is not None:
-        assert scheduler.wanted(asked, found) == 0
+    if cached is not None:
+        assert scheduler.wanted(asked, cached) == 0
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
     asked.kv_transfer_params = remote_decode(seal(reservation(asked), None))
     scheduler.allocated(asked)

@@ -56,8 +56,8 @@ def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: Boots
 def test_nothing_else_is_reported_and_nothing_changes(site: BootstrapPair) -> None:
     assert site.p.reception is not None
     where = {"0": {"engine_id": str(site.p.reception.endpoint)}}
-    found = site.ask()
-    assert (found.status_code, found.json(), found.headers["content-type"]) == (200, where, "application/json")
+    response = site.ask()
+    assert (response.status_code, response.json(), response.headers["content-type"]) == (200, where, "application/json")
     assert site.ask("/query?x=1").json() == where
     assert [site.ask(path).status_code for path in ("/", "/query/x", "/metrics")] == [404] * 3
     assert [site.ask(method=method).status_code for method in ("POST", "PUT", "DELETE")] == [405] * 3
@@ -75,10 +75,10 @@ def test_what_is_no_question_is_answered_shortly(site: BootstrapPair, sent: byte
 @pytest.mark.parametrize(("port", "ranks"), [(5600, 3), (0, 1)], ids=["ports by rank", "ports that the kernel chose"])
 def test_the_ranks_behind_one_address_are_named_where_their_ports_are_known(port: int, ranks: int) -> None:
     of_three = dataclasses.replace(engine(SECRETS, side_channel_port=port), ranks_here=3)
-    found = json.loads(
+    engines = json.loads(
         bootstrap.answer(b"GET /query HTTP/1.1\r\n\r\n", of_three.listeners(5600)).partition(b"\r\n\r\n")[2]
     )
-    assert found == {str(n): {"engine_id": f"127.0.0.1:{5600 + n}"} for n in range(ranks)}
+    assert engines == {str(n): {"engine_id": f"127.0.0.1:{5600 + n}"} for n in range(ranks)}
 
 
 def test_an_endless_or_silent_caller_is_let_go(site: BootstrapPair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +129,13 @@ PARAMS = {"remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "
 
 
 def read(params: dict[str, Any], listeners: Any = ("10.0.0.1",), request_id: str = D_ID) -> Any:
-    found = read_meet(params, request_id, (10, "h"), listeners, SECRETS)
-    return getattr(found, "code", found)
+    meeting = read_meet(params, request_id, (10, "h"), listeners, SECRETS)
+    return getattr(meeting, "code", meeting)
 
 
 def test_the_name_has_the_place_of_the_prompt_on_both_sides() -> None:
-    found = read(PARAMS)
-    assert (found.listener, found.name) == (LISTENER, "x-0") and meets_under(PARAMS, P_ID) == "x-0"
+    meeting = read(PARAMS)
+    assert (meeting.listener, meeting.name) == (LISTENER, "x-0") and meets_under(PARAMS, P_ID) == "x-0"
     assert read(PARAMS, request_id="cmpl-y-7-bbbbbbbb").name == meets_under(PARAMS, "cmpl-z-7-aaaaaaaa") == "x-7"
     assert read(PARAMS, request_id="chatcmpl-y-bbbbbbbb").name == meets_under(PARAMS, "chatcmpl-z-aaaaaaaa") == "x"
 

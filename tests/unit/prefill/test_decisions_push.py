@@ -228,8 +228,8 @@ def test_requests_without_a_reservation_are_left_alone() -> None:
 
 def test_a_transfer_is_pushed_once_even_if_another_request_asks_again() -> None:
     book = admitted(10)
-    again = book.take(0.0, NewRequest("s", (10, "h"), "push-2", reservation(10)))
-    assert again is not None and again.code == "PD-META-005"
+    refusal = book.take(0.0, NewRequest("s", (10, "h"), "push-2", reservation(10)))
+    assert refusal is not None and refusal.code == "PD-META-005"
     book.finished(0.0, "r", holds_blocks=True, well=False, why="")
     assert book.take(0.0, NewRequest("r", (10, "h"), "push-3", reservation(10))) is not None
 
@@ -238,8 +238,8 @@ def test_what_is_remembered_of_old_transfers_is_bounded() -> None:
     book = PushBook(model="m", geometry=D, remembered=3)
     for n in range(10):
         assert book.take(0.0, NewRequest(f"r{n}", (10, "h"), f"push-{n}", reservation(10, n=n))) is None
-    again = [book.take(0.0, NewRequest(f"x{n}", (10, "h"), "push", reservation(10, n=n))) for n in (7, 8, 9, 6)]
-    assert [one is None for one in again] == [False, False, False, True], "the last three are remembered"
+    refusals = [book.take(0.0, NewRequest(f"x{n}", (10, "h"), "push", reservation(10, n=n))) for n in (7, 8, 9, 6)]
+    assert [one is None for one in refusals] == [False, False, False, True], "the last three are remembered"
 
 
 HUGE = 1 << 40
@@ -336,7 +336,7 @@ class AnySequence(RuleBasedStateMachine):
         self.book = PushBook(model="m", geometry=D)
         self.requests: dict[str, Tracked] = {}
         self.heard: dict[str, Heard] = {}
-        self.held: set[str] = set()
+        self.unreleased: set[str] = set()
         self.must_abort: set[str] = set()
         self.aborted: set[str] = set()
         self.n = self.next_block = 0
@@ -401,17 +401,17 @@ class AnySequence(RuleBasedStateMachine):
         if name is None:
             return
         request = self.requests.pop(name)
-        held = self.book.finished(0.0, name, holds_blocks=bool(request.table), well=False, why="").blocks_held
-        assert held == (request.started and bool(request.table))
-        if held:
-            self.held.add(name)
+        blocks_held = self.book.finished(0.0, name, holds_blocks=bool(request.table), well=False, why="").blocks_held
+        assert blocks_held == (request.started and bool(request.table))
+        if blocks_held:
+            self.unreleased.add(name)
         if request.started and not (request.sealed and request.table):
             self.must_abort.add(f"push-{name}")
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.unreleased)
     @rule()
     def report(self) -> None:
-        name = self.held.pop()
+        name = self.unreleased.pop()
         assert self.book.released(name)
         assert not self.book.released(name)
 
@@ -441,7 +441,7 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def nothing_is_kept_of_requests_that_are_over(self) -> None:
         if hasattr(self, "book"):
-            assert self.book.open_count() == len(self.requests) + len(self.held)
+            assert self.book.open_count() == len(self.requests) + len(self.unreleased)
 
 
 AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30)

@@ -214,7 +214,7 @@ def test_an_engine_that_pauses_holds_nothing_for_long_and_one_that_goes_on_does(
 
 def test_a_reset_frees_what_is_held_and_nothing_that_is_bound_or_runs() -> None:
     p = PrefillBooks()
-    held, bound = p.source("held", meets=""), p.source("bound", meets="")
+    held_source, bound = p.source("held", meets=""), p.source("bound", meets="")
     p.source("runs")
     for request in ("held", "bound"):
         p.compute(request)
@@ -223,7 +223,7 @@ def test_a_reset_frees_what_is_held_and_nothing_that_is_bound_or_runs() -> None:
     p.book.reset()
     step = p.step()
     assert step.freed == ("held",) and [start.request_id for start in step.starts] == ["bound"]
-    (answer,) = p.offer(n=2, source=held)
+    (answer,) = p.offer(n=2, source=held_source)
     assert code(answer) == "PD-META-027"
     p.compute("runs")
     assert p.end("runs")
@@ -235,13 +235,13 @@ def test_what_d_does_not_want_is_not_held(by: str, ended: bool) -> None:
     p = PrefillBooks()
     source = p.source()
     p.compute()
-    held = ended and p.end()
+    blocks_held = ended and p.end()
     p.book.unwanted(source if by == "source" else None, "name")
     if not ended:
         assert not p.end(), "nothing is held then"
-    assert p.step().freed == (("r",) if held else ())
+    assert p.step().freed == (("r",) if blocks_held else ())
     p.book.unwanted(source, "")
-    assert not any(p.book.counts().values()) and p.book.released("r") is held
+    assert not any(p.book.counts().values()) and p.book.released("r") is blocks_held
 
 
 def test_what_is_bound_is_wanted() -> None:
@@ -410,7 +410,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.now = 0.0
         self.sources: dict[str, SourceId] = {}
         self.running: set[str] = set()
-        self.held: set[str] = set()
+        self.unreleased: set[str] = set()
         self.bound: dict[str, str] = {}
         self.n = 0
 
@@ -440,12 +440,12 @@ class AnyOrder(RuleBasedStateMachine):
             request = data.draw(st.sampled_from(sorted(self.running)))
             self.running.discard(request)
             if self.p.end(request, self.now, well):
-                self.held.add(request)
+                self.unreleased.add(request)
             self._heard()
 
-    @rule(data=st.data(), again=st.booleans())
-    def offered(self, data: st.DataObject, again: bool) -> None:
-        self.n += not again
+    @rule(data=st.data(), repeat=st.booleans())
+    def offered(self, data: st.DataObject, repeat: bool) -> None:
+        self.n += not repeat
         names: list[dict[str, Any]] = [{"meets": "x"}, {"meets": "y"}]
         names += [{"source": source} for source in self.sources.values()]
         made = reservation(10, n=max(1, self.n))
@@ -480,15 +480,15 @@ class AnyOrder(RuleBasedStateMachine):
     def reported(self, data: st.DataObject) -> None:
         """Report the end from the workers for everything that their steps named as ended."""
         self._step()
-        found = [
+        releasing = [
             r
-            for r in sorted(self.held)
+            for r in sorted(self.unreleased)
             if self.p.book.open_count() and self.p.book.find(r).state is RequestState.RELEASING
         ]
-        if found:
-            request = data.draw(st.sampled_from(found))
+        if releasing:
+            request = data.draw(st.sampled_from(releasing))
             assert self.p.book.released(request) and not self.p.book.released(request)
-            self.held.discard(request)
+            self.unreleased.discard(request)
 
     def _heard(self) -> None:
         for message in self.p.said():
@@ -501,7 +501,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _step(self) -> None:
         step = self.p.step()
         for request in step.freed:
-            assert request in self.held
+            assert request in self.unreleased
         for start in step.starts:
             assert start.push in self.bound
 
@@ -513,10 +513,10 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         for request in sorted(self.running):
             if self.p.end(request, self.now, well=False):
-                self.held.add(request)
+                self.unreleased.add(request)
         self.p.book.tick(self.now + 1000.0)
         self._step()
-        for request in sorted(self.held):
+        for request in sorted(self.unreleased):
             assert self.p.book.released(request), "every block comes back"
         assert not any(self.p.book.counts().values()) and not self.p.book.open_count()
 

@@ -98,20 +98,20 @@ class MissedShares(RuleBasedStateMachine):
 
     @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), max_units=st.integers(1, 40))
     def wanted(self, room: list[int], max_units: int) -> None:
-        found = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], max_units)  # type: ignore[attr-defined]
-        assert len(found) == len(set(found)) <= max_units
+        requested = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], max_units)  # type: ignore[attr-defined]
+        assert len(requested) == len(set(requested)) <= max_units
         waiting = {
             slot: {share.unit(layer) for share, layer in self.waiting if share.destinations[layer].port == slot}
             for slot in (0, 1)
         }
-        for unit in found:
+        for unit in requested:
             assert unit not in self.asked, "asked for twice"
             assert any(unit in units and room[slot] for slot, units in waiting.items())
         for slot, units in waiting.items():
             if room[slot] > len(units) and max_units == 40:
-                left = units - self.asked - set(found)
-                assert not left or len(found) == max_units, "there was room, and none was asked for"
-        self.asked.update(found)
+                left = units - self.asked - set(requested)
+                assert not left or len(requested) == max_units, "there was room, and none was asked for"
+        self.asked.update(requested)
 
     @invariant()
     def agrees(self) -> None:

@@ -136,14 +136,14 @@ def begin(
 ) -> Begin:
     """A BEGIN with the layout in full."""
     layout = written(EngineLayout(model, geometry))
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "layout": layout_hash(layout),
         "layout_bytes": layout,
         "contributors": contributors_digest(tuple(contributors)),
         "plan_digest": DIGEST,
         "quiet_s": QUIET,
     }
-    return Begin(**_head(contributor, seq, {**own, **changes}))
+    return Begin(**_head(contributor, seq, {**fields, **changes}))
 
 
 def renew(contributor: Contributor = ONE, seq: int = 2, **changes: Any) -> Renew:
@@ -151,18 +151,18 @@ def renew(contributor: Contributor = ONE, seq: int = 2, **changes: Any) -> Renew
 
 
 def done(contributor: Contributor = ONE, seq: int = 9, **changes: Any) -> Done:
-    own: dict[str, Any] = {"bytes": (100,), "plan_digest": DIGEST}
-    return Done(**_head(contributor, seq, {**own, **changes}))
+    fields: dict[str, Any] = {"bytes": (100,), "plan_digest": DIGEST}
+    return Done(**_head(contributor, seq, {**fields, **changes}))
 
 
 def failed(contributor: Contributor = ONE, seq: int = 9, quiescent: bool = True, **changes: Any) -> Failed:
-    own: dict[str, Any] = {"quiescent": quiescent, "failure": Failure("PD-XFER-003", "a write failed")}
-    return Failed(**_head(contributor, seq, {**own, **changes}))
+    fields: dict[str, Any] = {"quiescent": quiescent, "failure": Failure("PD-XFER-003", "a write failed")}
+    return Failed(**_head(contributor, seq, {**fields, **changes}))
 
 
 def ready(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Ready:
-    own: dict[str, Any] = {"lease_s": TIMERS.lease_s, "memory": memory_hash(ADDRESSES), "addresses": ADDRESSES}
-    return Ready(**_head(contributor, seq, {**own, **changes}))
+    fields: dict[str, Any] = {"lease_s": TIMERS.lease_s, "memory": memory_hash(ADDRESSES), "addresses": ADDRESSES}
+    return Ready(**_head(contributor, seq, {**fields, **changes}))
 
 
 def refused(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Refused:

@@ -285,10 +285,10 @@ def test_damaged_messages_are_either_refused_or_messages(message: object, data: 
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = decode_guarded(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
+        decoded = decode_guarded(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
     except RemoteProtocolError:
         return
-    assert type(found) in {type(m) for m in MESSAGES}
+    assert type(decoded) in {type(m) for m in MESSAGES}
 
 
 @settings(max_examples=200)
@@ -357,8 +357,8 @@ def test_more_addresses_than_any_cache_has_are_refused() -> None:
 
 
 def test_addresses_travel_with_ready() -> None:
-    found = decode_guarded(encode(ready()))
-    assert found.addresses == ADDRESSES  # type: ignore[union-attr]
+    decoded = decode_guarded(encode(ready()))
+    assert decoded.addresses == ADDRESSES  # type: ignore[union-attr]
 
 
 # ---- prompts

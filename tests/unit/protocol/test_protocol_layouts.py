@@ -99,8 +99,8 @@ def test_a_reservation_comes_back_as_it_was_made() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str, Any], word: str) -> None:
-    found = refusal(encoded(**changes))
-    assert found.code == "PD-CTRL-004" and repr(word) in found.sentence
+    error = refusal(encoded(**changes))
+    assert error.code == "PD-CTRL-004" and repr(word) in error.sentence
 
 
 @pytest.mark.parametrize(
@@ -169,24 +169,24 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
     ],
 )  # fmt: skip
 def test_a_cache_that_cannot_be_is_refused_before_anything_is_planned(changes: dict[str, Any], says: str) -> None:
-    found = refusal(encoded(**changes))
-    assert found.code == "PD-CTRL-002" and "layout: " in found.sentence and says in found.sentence
+    error = refusal(encoded(**changes))
+    assert error.code == "PD-CTRL-002" and "layout: " in error.sentence and says in error.sentence
 
 
 @pytest.mark.parametrize("field", ["geometry", "model", "endpoints"])
 def test_a_model_or_a_peer_that_cannot_be_is_refused(field: str) -> None:
     plain: dict[str, Any] = msgspec.msgpack.decode(written(ENGINE))
     wrong = {"geometry": 1, "model": "x" * 1025, "endpoints": [["a", 1]] * 4097}
-    found = refusal(msgspec.msgpack.encode({**plain, field: wrong[field]}))
-    assert found.code == "PD-CTRL-002" and f"$.{field}" in found.sentence
+    error = refusal(msgspec.msgpack.encode({**plain, field: wrong[field]}))
+    assert error.code == "PD-CTRL-002" and f"$.{field}" in error.sentence
 
 
 def forms(**changes: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(as_sent(RESERVATION), **changes))
 
 
-def slices(*found: Sequence[Any]) -> tuple[Slice, ...]:
-    return tuple(Slice(*values) for values in found)
+def slices(*rows: Sequence[Any]) -> tuple[Slice, ...]:
+    return tuple(Slice(*values) for values in rows)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def writing(at: float = 0.1) -> tuple[Sender, Claim]:
 
 def begins(s: Sender, start: float, end: float) -> list[float]:
     """Times at which a BEGIN or RENEW is sent without an answer."""
-    found, at = [], start
+    times, at = [], start
     while (wake := s.next_wake()) is not None and wake <= end:
         at = max(at, wake)
         if messages(s.tick(at), Begin, Renew):
-            found.append(round(at, 3))
-    return found
+            times.append(round(at, 3))
+    return times
 
 
 # ---- asking

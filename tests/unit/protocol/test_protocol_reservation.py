@@ -198,10 +198,10 @@ def test_a_layout_that_is_not_known_is_asked_for_and_then_known_by_its_name() ->
     assert as_text(r.message(0.3, "p2", begin(TWO, layout_bytes=b""))) == "ready", (
         "the other worker of this P need not tell it"
     )
-    again = T.__class__(D_INCARNATION, 8, "u")
-    r.bind(0.4, again, FIRST, END, 300.0)
-    r.gate_open(0.4, again)
-    assert as_text(r.message(0.5, "p1", begin(layout_bytes=b"", transfer=again, push="push-2"))) == "ready"
+    second = T.__class__(D_INCARNATION, 8, "u")
+    r.bind(0.4, second, FIRST, END, 300.0)
+    r.gate_open(0.4, second)
+    assert as_text(r.message(0.5, "p1", begin(layout_bytes=b"", transfer=second, push="push-2"))) == "ready"
 
 
 def test_what_was_reported_before_the_gate_opened_is_known_behind_it() -> None:

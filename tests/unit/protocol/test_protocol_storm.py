@@ -62,8 +62,8 @@ heads = {
 }
 
 
-def made(build: Any, **own: Any) -> st.SearchStrategy[Any]:
-    return st.fixed_dictionaries({}, optional={**heads, **own}).map(lambda changes: build(**changes))
+def made(build: Any, **fields: Any) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries({}, optional={**heads, **fields}).map(lambda changes: build(**changes))
 
 
 failures = st.builds(

@@ -116,10 +116,10 @@ def test_the_agenda_agrees_with_a_plain_dictionary(steps: list[tuple[object, ...
             else:
                 plain[key] = at  # type: ignore[index, assignment]
         else:
-            found = agenda.due(step[1])  # type: ignore[arg-type]
-            assert sorted(found) == sorted(key for key, at in plain.items() if at <= step[1])  # type: ignore[operator]
-            assert [plain[key] for key in found] == sorted(plain[key] for key in found)
-            for key in found:
+            due = agenda.due(step[1])  # type: ignore[arg-type]
+            assert sorted(due) == sorted(key for key, at in plain.items() if at <= step[1])  # type: ignore[operator]
+            assert [plain[key] for key in due] == sorted(plain[key] for key in due)
+            for key in due:
                 del plain[key]
         assert len(agenda) == len(plain)
         assert agenda.next() == min(plain.values(), default=None)

@@ -158,11 +158,13 @@ class RegisteredMemory:
             for view in views:
                 view[...] = value
 
-    def write(self, layer: int, own: int, content: list[np.ndarray], table: Sequence[int], lo: int, hi: int) -> None:
-        """Write tokens [lo, hi) of a prompt as the model's layer `layer` does into this worker's layer `own`."""
+    def write(
+        self, layer: int, local_layer: int, content: list[np.ndarray], table: Sequence[int], lo: int, hi: int
+    ) -> None:
+        """Write tokens [lo, hi) of a prompt as the model's layer `layer` does into this worker's `local_layer`."""
         tokens = np.arange(lo, hi)
         ids = np.asarray(table)[tokens // self.cache.block]
-        for view, wanted in zip(self.views[own], content, strict=True):
+        for view, wanted in zip(self.views[local_layer], content, strict=True):
             view[ids, :, tokens % self.cache.block] = wanted[layer, tokens][:, self.heads]
 
     def scribble(self, blocks: Sequence[int], value: int) -> None:
@@ -340,9 +342,9 @@ class RegroupDecodeSite:
     def ended(self, prompt: RegroupPrompt) -> list[LoadEnd] | None:
         """Return the reports of all ranks, or None while some are missing."""
         self.collect()
-        found = self.reports.get(prompt.name, [])
-        assert len(found) <= self.cache.tp, f"{prompt.name} was reported twice: {found}"
-        return found if len(found) == self.cache.tp else None
+        reports = self.reports.get(prompt.name, [])
+        assert len(reports) <= self.cache.tp, f"{prompt.name} was reported twice: {reports}"
+        return reports if len(reports) == self.cache.tp else None
 
     def check(self, *prompts: RegroupPrompt) -> None:
         """Check that the KV of these prompts is complete, and that nothing changed but blocks of prompts not named."""

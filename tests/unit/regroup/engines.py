@@ -75,6 +75,6 @@ class ProcessEngines:
         assert all(each == called for _, each in made), "a rank called a collective alone"
         assert [stats["collectives"] for stats in self.p.stats()] == [called] * len(made)
         assert called in (0, len(first)), "not one collective for each exchange"
-        found = list(dict.fromkeys(first))
-        assert len(first) == len(found) + self.p.catch_ups, "an exchange was made twice without an order"
-        return found
+        distinct = list(dict.fromkeys(first))
+        assert len(first) == len(distinct) + self.p.catch_ups, "an exchange was made twice without an order"
+        return distinct

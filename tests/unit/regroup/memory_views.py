@@ -12,8 +12,8 @@ from vllm_ascend_pd.regroup import ops
 def views(cache: CountedMemory) -> list[torch.Tensor]:
     """Return a cache's regions as the ops take them."""
     facts = cache.geometry
-    found = []
+    cell_views = []
     for region, memory in zip(facts.regions, cache.memory, strict=True):
         blocks = torch.from_numpy(memory).view(cache.blocks, region.block_stride)
-        found.append(ops.cell_view(blocks, region, len(cache.heads), 1 if region.opaque else facts.block_size))
-    return found
+        cell_views.append(ops.cell_view(blocks, region, len(cache.heads), 1 if region.opaque else facts.block_size))
+    return cell_views

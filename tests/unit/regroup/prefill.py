@@ -107,19 +107,19 @@ class RegroupPrefillRank:
             self.runtime.preempt(step.preempted)
         self.runtime.steps.begin(step)
         if shares:
-            HOOKS[hook](self, lambda own: self.write(own, shares))
+            HOOKS[hook](self, lambda local_layer: self.write(local_layer, shares))
         self.runtime.steps.end()
         return WorkerReport(self.runtime.take_finished(ended), list(self.runtime.take_news().missed))
 
-    def write(self, own: int, shares: Sequence[ComputedTokens]) -> None:
-        layer = self.cache.names.index(self.names[own])
+    def write(self, local_layer: int, shares: Sequence[ComputedTokens]) -> None:
+        layer = self.cache.names.index(self.names[local_layer])
         for share in shares:
             content = self.cache.content(share.seed, share.tokens)
-            self.memory.write(layer, own, content, share.table, share.lo, share.hi)
+            self.memory.write(layer, local_layer, content, share.table, share.lo, share.hi)
 
-    def saved(self, own: int, name: str | None = None) -> None:
+    def saved(self, local_layer: int, name: str | None = None) -> None:
         """Fire the hook of a layer."""
-        self.runtime.steps.computed(self.names[own] if name is None else name)
+        self.runtime.steps.computed(self.names[local_layer] if name is None else name)
 
     def stats(self) -> dict[str, int]:
         """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
@@ -127,10 +127,10 @@ class RegroupPrefillRank:
             core, made, exchanger = self.runtime.core, self.runtime.core.exchanges, self.runtime.exchanger
             if made is None or exchanger is None:
                 return {}
-            own: Any = exchanger.exchange
+            exchange: Any = exchanger.exchange
             return {
                 "exchanges": made.count,
-                "collectives": own.collectives,
+                "collectives": exchange.collectives,
                 "steps": len(made.steps),
                 "missing": len(made.missed),
                 "slots_taken": made.staging.taken,
@@ -143,36 +143,36 @@ class RegroupPrefillRank:
 
 
 def by_name(rank: RegroupPrefillRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        rank.saved(own)
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
+        rank.saved(local_layer)
 
 
 def without_a_name(rank: RegroupPrefillRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        rank.saved(own, "")
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
+        rank.saved(local_layer, "")
 
 
 def without(rank: RegroupPrefillRank, write: Layer) -> None:
     """Fire no hook, as in a captured graph."""
-    for own in range(len(rank.names)):
-        write(own)
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
 
 
 def all_but_one(rank: RegroupPrefillRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        if own != 0:
-            rank.saved(own)
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
+        if local_layer != 0:
+            rank.saved(local_layer)
 
 
 def shuffled(rank: RegroupPrefillRank, write: Layer) -> None:
     """Fire the hooks of each rank in another order."""
     without(rank, write)
-    own = list(range(len(rank.names)))
-    turn = rank.contributor.rank % len(own)
-    for index in reversed(own[turn:] + own[:turn]):
+    order = list(range(len(rank.names)))
+    turn = rank.contributor.rank % len(order)
+    for index in reversed(order[turn:] + order[:turn]):
         rank.saved(index)
 
 
@@ -276,8 +276,8 @@ class RegroupPrefillSite:
         """Put the first tokens into P's cache beforehand. Only for an engine in this process."""
         prompt.p_blocks, prompt.computed = self.pool.take(-(-tokens // self.cache.block)), tokens
         for rank in self.ranks:
-            for own in range(len(rank.names)):
-                rank.write(own, [ComputedTokens(prompt.seed, prompt.tokens, prompt.p_blocks, 0, tokens)])
+            for local_layer in range(len(rank.names)):
+                rank.write(local_layer, [ComputedTokens(prompt.seed, prompt.tokens, prompt.p_blocks, 0, tokens)])
 
     def idle(self) -> PrefillStep:
         return self.deliver([], "none")
@@ -297,10 +297,10 @@ class RegroupPrefillSite:
     def finish(self, prompt: RegroupPrompt, *, aborted: bool = False) -> None:
         name = self.name_of(prompt)
         self._ended.append(name)
-        held = self.book.finished(
+        blocks_held = self.book.finished(
             0.0, name, holds_blocks=True, well=False, why="the client left" if aborted else ""
         ).blocks_held
-        assert held, f"{name} was never started"
+        assert blocks_held, f"{name} was never started"
 
     def deliver(self, shares: Sequence[ComputedTokens], hook: str) -> PrefillStep:
         step = self.book.take_step()
@@ -323,8 +323,8 @@ class RegroupPrefillSite:
 
         def all_reported() -> bool:
             self.idle()
-            found = [prompt.site.ended(prompt) for prompt in prompts]
-            return all(found)
+            reports = [prompt.site.ended(prompt) for prompt in prompts]
+            return all(reports)
 
         def by_prompt() -> Any:
             return {prompt.name: prompt.site.reports.get(prompt.name) for prompt in prompts}
@@ -357,10 +357,10 @@ class RegroupPrefillSite:
         returned its slots."""
         names = ("steps", "missing", "slots_taken", "slot_shares", "unsealed")
 
-        def held() -> list[dict[str, Any]]:
+        def leftovers() -> list[dict[str, Any]]:
             return [left for stats in self.stats() if any((left := {name: stats[name] for name in names}).values())]
 
-        until(lambda: not held(), held)
+        until(lambda: not leftovers(), leftovers)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -372,11 +372,11 @@ class FailingTransport(MemoryTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: set[str] = set()
+        self.stalled: set[str] = set()
         self.broken: set[str] = set()
 
     def land(self, write: Write) -> WriteState:
-        if write.session in self.held:
+        if write.session in self.stalled:
             return WriteState.PENDING
         if write.session in self.broken:
             return WriteState.FAILED

@@ -53,43 +53,43 @@ class AscendRank(RegroupPrefillRank):
         self.worker.preempt(StepMetadata(prefill=step))
         self.worker.bind(StepMetadata(prefill=step))
         if shares:
-            RUNS.get(hook, HOOKS["none"])(self, lambda own: self.write(own, shares))
+            RUNS.get(hook, HOOKS["none"])(self, lambda local_layer: self.write(local_layer, shares))
         if hook != "no end":
             self.worker.end_step()
         return WorkerReport(set(self.worker.ended(ended).sent), list(self.worker.news().missed))
 
-    def fire(self, own: int) -> None:
-        self.worker.save_layer(self.names[own])
+    def fire(self, local_layer: int) -> None:
+        self.worker.save_layer(self.names[local_layer])
 
     def dummy_run(self) -> None:
         """Run a forward without requests: every hook fires, nothing is computed."""
-        for own in range(len(self.names)):
-            self.fire(own)
+        for local_layer in range(len(self.names)):
+            self.fire(local_layer)
 
     def close(self) -> None:
         self.worker.close()
 
 
 def by_name(rank: AscendRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        rank.fire(own)
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
+        rank.fire(local_layer)
 
 
 def twice(rank: AscendRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        rank.fire(own)
-        rank.fire(own)
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
+        rank.fire(local_layer)
+        rank.fire(local_layer)
 
 
 def with_unregistered(rank: AscendRank, write: Layer) -> None:
     """Fire hooks of unregistered layers too: a draft model's, and one without a name."""
-    for own in range(len(rank.names)):
-        write(own)
+    for local_layer in range(len(rank.names)):
+        write(local_layer)
         rank.worker.save_layer("")
         rank.worker.save_layer("model.draft.attn")
-        rank.fire(own)
+        rank.fire(local_layer)
 
 
 RUNS: dict[str, Callable[[AscendRank, Layer], None]] = {

@@ -43,6 +43,6 @@ def test_every_byte_of_a_slot_and_of_its_tags_is_written_once() -> None:
                     written.update(range(at, at + row["cell"]))
         assert set(written.values()) == {1}
         # Both regions have such cells.
-        own = sum(int(row[4] * row[5]) for row in slot.own_rows) * p.regions[0].cell_bytes
-        assert len(written) == nbytes - own + tags_of(RANKS - 1)
+        own_bytes = sum(int(row[4] * row[5]) for row in slot.own_rows) * p.regions[0].cell_bytes
+        assert len(written) == nbytes - own_bytes + tags_of(RANKS - 1)
         assert max(written) == rows.tags + tags_of(RANKS - 1) - 1

@@ -134,6 +134,6 @@ def test_boxes_are_joined_only_where_both_sides_go_on() -> None:
     follows = [0, 8, 1, 4, 32, 8, 8, 32, 8, 8]
     elsewhere = [0, 8, 1, 4, 64, 8, 8, 72, 8, 8]
     other_base = [1, 8, 1, 4, 96, 8, 8, 104, 8, 8]
-    found = joined(np.array([box, follows, elsewhere, other_base], dtype=np.int64))
-    assert found[:, 3].tolist() == [8, 4, 4]
-    assert found[:, 7].tolist() == [0, 72, 104]
+    boxes = joined(np.array([box, follows, elsewhere, other_base], dtype=np.int64))
+    assert boxes[:, 3].tolist() == [8, 4, 4]
+    assert boxes[:, 7].tolist() == [0, 72, 104]

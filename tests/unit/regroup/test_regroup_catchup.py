@@ -28,7 +28,7 @@ def slotless(cache: EngineCache, **keys: object) -> tuple[RegroupPrefillSite, li
 
 def hold(wires: list[FailingTransport], *sites: RegroupDecodeSite) -> None:
     for wire in wires:
-        wire.held = set().union(*(site.sessions for site in sites))
+        wire.stalled = set().union(*(site.sessions for site in sites))
 
 
 def missing(p: RegroupPrefillSite) -> int:
@@ -55,8 +55,8 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
         p.finished(*prompts)
         p.holds_nothing()
         assert repeated(p) == [p.catch_ups] + [0] * (p_tp - 1)
-    again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
-    assert len(again) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
+    repeats = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
+    assert len(repeats) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2)])
@@ -189,7 +189,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
     p, wires = slotless(EngineCache(tp=2, layers=LAYERS))
     d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with running(p, d):
-        wires[1].held = d.sessions
+        wires[1].stalled = d.sessions
         prompt = p.begun(d, 51, 51)
         until(lambda: p.stats()[1]["missing"] == LAYERS - 1)
 
@@ -199,7 +199,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
 
         until(rank_0_is_done)
         assert p.stats()[1]["missing"] == LAYERS - 1
-        wires[1].held = set()
+        wires[1].stalled = set()
         p.preempt(prompt)
         for _ in range(3):  # changes the owners
             p.idle()
@@ -282,8 +282,8 @@ def test_a_stage_makes_only_its_own_layers_again() -> None:
         counts = repeated(p)
         assert counts[0] + counts[2] == p.catch_ups and counts[1] == counts[3] == 0, "each stage tells of its own, once"
         assert counts[2], "nothing was made again there: the test shows nothing"
-    again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
-    assert len(again) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
+    repeats = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
+    assert len(repeats) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
 
 
 def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> None:

@@ -292,14 +292,14 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
     p = engine(EngineCache(tp=2, layers=layers), push=config(**SMALL), transports=wires, parts=parts)
     d = RegroupDecodeSite(EngineCache(layers=layers))
     with running(p, d):
-        wires[1].held = d.sessions
+        wires[1].stalled = d.sessions
         prompt = p.begun(d, 64, 64)
         until(lambda: p.ranks[0].stats()["exchanges"] == layers)
         until(lambda: p.stats()[0]["slot_shares"] == 0 and p.stats()[0]["unsealed"] == 0, "rank 0 is done")
         assert p.stats()[1]["missing"] > 0, "nothing was missed: the test shows nothing"
         p.finish(prompt)
         until(lambda: p.ranks[0].runtime.take_finished([]) or p.idle(), "rank 0 lets its blocks go")
-        wires[1].held = set()
+        wires[1].stalled = set()
         assert not p.ended(prompt), "D was given what had not been sent"
         assert reports(prompt) == [(False, "PD-XFER-006")]
 
@@ -323,7 +323,7 @@ def test_a_stalled_destination_stops_no_other(stall: str) -> None:
             p.admit(stuck)  # D's workers never get it
         else:
             for wire in wires:
-                wire.held = one.sessions
+                wire.stalled = one.sessions
             started(p, stuck)
         p.compute((stuck, 32))
         others = [two.reserve(64) for _ in range(6)]
@@ -336,7 +336,7 @@ def test_a_stalled_destination_stops_no_other(stall: str) -> None:
         assert all(stats["slots_taken"] <= 4 for stats in p.stats())
         p.finished(*others)
         for wire in wires:
-            wire.held = set()
+            wire.stalled = set()
         one.step()
         assert p.ended(stuck), "it was slow, not lost"
         one.check(stuck)
@@ -373,14 +373,14 @@ def test_what_one_destination_missed_does_not_wait_for_another() -> None:
     one, two = RegroupDecodeSite(EngineCache(layers=layers)), RegroupDecodeSite(EngineCache(layers=layers))
     with running(p, one, two):
         for wire in wires:
-            wire.held = one.sessions | two.sessions
+            wire.stalled = one.sessions | two.sessions
         stuck, other = one.reserve(64), two.reserve(64)
         started(p, stuck, other)
         p.compute((stuck, 64), (other, 64))
         until(lambda: exchanged(p) == [layers] * 2)
         assert all(stats["missing"] for stats in p.stats())
         for wire in wires:
-            wire.held = one.sessions
+            wire.stalled = one.sessions
         assert p.ended(other)
         two.check(other)
 

@@ -108,9 +108,9 @@ def test_a_prefix_hit_much_longer_than_a_step_is_cut_into_sub_steps(fleet: Child
     """Slots are sized for steps of 256 tokens; 900 are pushed at once."""
     with ProcessEngines(fleet, EngineCache(tp=4), EngineCache(tp=2), folder=tmp_path) as pair:
         pair.check(pair.push([(0, 0, 900, [900]), (0, 0, 30, [30])]))
-        found = pair.exchanges()
-        assert len({part for _, _, part in found}) > 2
-        assert found == [(1, layer, part) for layer in (0, 1) for part in range(1, 1 + len(found) // 2)]
+        exchanges = pair.exchanges()
+        assert len({part for _, _, part in exchanges}) > 2
+        assert exchanges == [(1, layer, part) for layer in (0, 1) for part in range(1, 1 + len(exchanges) // 2)]
 
 
 def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: ChildProcesses, tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def test_reservations_of_a_restarted_d_get_the_layers_that_each_of_them_has(draf
         theirs = [
             (offered(push), set(range(len(d.layers)))) for push, d in zip(list(core.records.values()), ds, strict=True)
         ]
-        assert sum(found == wanted for found, wanted in theirs) == 2, theirs
-        assert [found for found, wanted in theirs if found != wanted] == [set()]
+        assert sum(layers == wanted for layers, wanted in theirs) == 2, theirs
+        assert [layers for layers, wanted in theirs if layers != wanted] == [set()]
         assert not any(push.owed for push in core.records.values())
     ((one_plan,), (same_plan,)) = moved
     assert one_plan.sum() and (one_plan == same_plan).all(), "ranks that plan apart would wait for each other"

@@ -63,9 +63,9 @@ def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(ho
     written: list[int] = []
     original = rank.write
 
-    def noting(own: int, shares: Sequence[ComputedTokens]) -> None:
-        written.append(own)
-        original(own, shares)
+    def noting(local_layer: int, shares: Sequence[ComputedTokens]) -> None:
+        written.append(local_layer)
+        original(local_layer, shares)
 
     rank.write = noting  # type: ignore[method-assign]
     with running(p, d):

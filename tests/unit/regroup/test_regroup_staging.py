@@ -79,8 +79,8 @@ class Slots(RuleBasedStateMachine):
         for number, destination in self.taken.items():
             memory = self.staging.sample
             self.staging.release(StagingSlot(number, destination, memory))
-        found = [self.staging.take(destination, SIZE) for destination in "vwxyz" for _ in range(QUOTA)]
-        numbers = [slot.number for slot in found if slot is not None]
+        free_slots = [self.staging.take(destination, SIZE) for destination in "vwxyz" for _ in range(QUOTA)]
+        numbers = [slot.number for slot in free_slots if slot is not None]
         assert len(numbers) == len(set(numbers)) == QUOTA * DESTINATIONS
 
 
@@ -105,12 +105,12 @@ def test_what_does_not_fit_a_slot_is_a_bug_and_says_so() -> None:
 
 def test_a_destination_that_takes_slot_after_slot_ends_with_its_own_share() -> None:
     made = staging()
-    held = []
+    slots = []
     while (slot := made.take("bad", SIZE)) is not None:
-        held.append(slot)
-    assert len(held) == made.taken == QUOTA
+        slots.append(slot)
+    assert len(slots) == made.taken == QUOTA
     assert [made.room(destination) for destination in ("good", "fine")] == [QUOTA, QUOTA]
-    made.release(held[0])
+    made.release(slots[0])
     assert made.room("bad") == 1
 
 
@@ -158,13 +158,13 @@ def waited(made: Staging, now: float) -> float:
 def test_a_step_waits_once_for_a_destination_and_not_again_before_it_returned_something() -> None:
     made = Staging(torch.zeros(SIZE * 3, dtype=torch.uint8), SIZE, 1)
     assert made.wait_left(0.0, "slow") == 0.0, "there is one"
-    held = made.take("slow", SIZE)
-    assert held is not None
+    slot = made.take("slow", SIZE)
+    assert slot is not None
     assert waited(made, 0.0) == pytest.approx(SLOT_TIMEOUT_S)
     for _ in range(100):
         made.new_step()
         assert waited(made, 1.0) == 1.0, "a step waited again"
-    made.release(held)
+    made.release(slot)
     assert made.wait_left(2.0, "slow") == 0.0
     assert made.take("slow", SIZE) is not None
     made.new_step()
@@ -173,10 +173,10 @@ def test_a_step_waits_once_for_a_destination_and_not_again_before_it_returned_so
 
 def test_a_slot_that_comes_back_ends_the_wait_and_leaves_what_is_left_of_it() -> None:
     made = Staging(torch.zeros(SIZE * 3, dtype=torch.uint8), SIZE, 1)
-    held = made.take("slow", SIZE)
-    assert held is not None
+    slot = made.take("slow", SIZE)
+    assert slot is not None
     assert made.wait_left(0.0, "slow") == SLOT_TIMEOUT_S
-    made.release(held)
+    made.release(slot)
     assert made.wait_left(SLOT_TIMEOUT_S / 2, "slow") == 0.0
     assert made.take("slow", SIZE) is not None
     assert made.wait_left(1.0, "slow") == pytest.approx(SLOT_TIMEOUT_S / 2)

@@ -86,18 +86,18 @@ class WorkerCommands:
     def step(
         self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]
     ) -> WorkerReport:
-        return self._own.run(step, shares, hook, ended)
+        return self._open_rank.run(step, shares, hook, ended)
 
     def break_collective(self, number: int) -> None:
         """Make this call of a collective, counted from 1, raise here without reaching other ranks."""
         self._bad = number
 
     def dummy_run(self) -> None:
-        assert isinstance(self._own, AscendRank)
-        self._own.dummy_run()
+        assert isinstance(self._open_rank, AscendRank)
+        self._open_rank.dummy_run()
 
     def stats(self) -> dict[str, int]:
-        return self._own.stats()
+        return self._open_rank.stats()
 
     def exchanges(self) -> tuple[list[tuple[int, int, int]], int]:
         """Return (step, layer, sub-step) of every exchange in order, and how many collectives were called."""
@@ -109,7 +109,7 @@ class WorkerCommands:
             rank.close()
 
     @property
-    def _own(self) -> RegroupPrefillRank:
+    def _open_rank(self) -> RegroupPrefillRank:
         assert self._rank is not None, "no engine is open"
         return self._rank
 
@@ -171,8 +171,8 @@ class ChildProcessWorker:
         return stats
 
     def exchanges(self) -> tuple[list[tuple[int, int, int]], int]:
-        found: tuple[list[tuple[int, int, int]], int] = self.member.ask("exchanges")
-        return found
+        exchanges: tuple[list[tuple[int, int, int]], int] = self.member.ask("exchanges")
+        return exchanges
 
     def close(self) -> None:
         self.member.send("close")

@@ -264,7 +264,7 @@ class ReleaseEngine:
 
     def wrong(self, request_id: str, blocks: Sequence[int], first: int, end: int) -> list[str]:
         """List places at which these blocks do not hold tokens [first, end) of the request's prompt."""
-        found = []
+        differences = []
         tokens = torch.arange(first, end)
         ids = torch.tensor(list(blocks))[tokens // BLOCK]
         for rank in range(self.tp):
@@ -273,8 +273,8 @@ class ReleaseEngine:
                 for part, memory in enumerate(self.tensors[rank][name]):
                     wanted = content(self._names[request_id], layer, part, end)[first:, heads]
                     if not torch.equal(memory[ids, tokens % BLOCK], wanted):
-                        found.append(f"rank {rank}, layer {layer}, part {part}")
-        return found
+                        differences.append(f"rank {rank}, layer {layer}, part {part}")
+        return differences
 
     def close(self) -> None:
         for worker in self.workers:

@@ -141,10 +141,10 @@ def a_client_gives_no_tokens() -> None:
     with site() as pair:
         ticket, elsewhere = pair.params("own"), {**pair.params("elsewhere"), "metaserver": "http://127.0.0.1:9"}
         pair.so_far = {name: (prompt_hash(prompt(name, LENGTH)), given(4)) for name in ("alone", "own", "elsewhere")}
-        own = {"prompt": prompt_hash(prompt("own", LENGTH)), "tokens": given(4)}
+        forged = {"prompt": prompt_hash(prompt("own", LENGTH)), "tokens": given(4)}
         for name, params in {
             "alone": {CONTINUE: True},
-            "own": {**ticket, CONTINUE: own},
+            "own": {**ticket, CONTINUE: forged},
             "elsewhere": {**elsewhere, CONTINUE: True},
         }.items():
             pair.decode.add(f"{name}-d", name, prompt(name, LENGTH), params, 2)
@@ -268,8 +268,8 @@ def log_probabilities_have_a_row_for_each_token() -> None:
             tokens = given(3)
             go_on(pair, name, tokens, 3, **wanted)
             rows = [one.new_logprobs for one in ended(pair, name)]
-            found = [None if row is None else row.logprob_token_ids.tolist() for row in rows]
-            check(found == [[[token] * width] if width else None for token in tokens], f"{name}: {rows}")
+            token_ids = [None if row is None else row.logprob_token_ids.tolist() for row in rows]
+            check(token_ids == [[[token] * width] if width else None for token in tokens], f"{name}: {rows}")
 
 
 SCENARIOS: tuple[Callable[[], None], ...] = (

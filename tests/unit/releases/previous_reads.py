@@ -31,11 +31,11 @@ def _clear(body: bytes) -> bytes:
 
 
 def _reservation(body: bytes) -> bytes:
-    found = unseal(body, None)
-    refusal = OURS.refusal(found.version, found.needs)
+    reservation = unseal(body, None)
+    refusal = OURS.refusal(reservation.version, reservation.needs)
     if refusal is not None:
         raise ValueError(str(refusal))
-    return seal(found, None)
+    return seal(reservation, None)
 
 
 def _answer(body: bytes) -> bytes:

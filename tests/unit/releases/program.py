@@ -359,14 +359,16 @@ def _full(lengths: dict[str, int]) -> dict[str, int]:
 def loaded_requests_that_hold_all_blocks_go_on() -> None:
     """A prompt of whole blocks needs another one behind P's token. The last request of the queue gives up its own."""
     whole, part = 7 * BLOCK, 7 * BLOCK + 5
-    found = _full({"whole": whole, "part": part})
-    check(found["whole"] == 0 and found["part"] > 0, f"computed on D: {found}")
-    found = _full({"part": part, "whole": whole})
-    check(found == {"whole": 0, "part": 0}, f"computed on D: {found}")
-    found = _full({"one": whole, "two": whole})
-    check(found["one"] == 0 and found["two"] > 0, f"computed on D: {found}")
-    found = _full({"one": whole, "two": whole, "three": part})
-    check(found["one"] == 0 and len([count for count in found.values() if count]) == 1, f"computed on D: {found}")
+    computed = _full({"whole": whole, "part": part})
+    check(computed["whole"] == 0 and computed["part"] > 0, f"computed on D: {computed}")
+    computed = _full({"part": part, "whole": whole})
+    check(computed == {"whole": 0, "part": 0}, f"computed on D: {computed}")
+    computed = _full({"one": whole, "two": whole})
+    check(computed["one"] == 0 and computed["two"] > 0, f"computed on D: {computed}")
+    computed = _full({"one": whole, "two": whole, "three": part})
+    check(
+        computed["one"] == 0 and len([count for count in computed.values() if count]) == 1, f"computed on D: {computed}"
+    )
 
 
 SCENARIOS: tuple[Callable[[], None], ...] = (

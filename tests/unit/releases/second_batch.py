@@ -20,10 +20,10 @@ def wrong(new: Any, prompt: list[int], outputs: list[int]) -> str:
     states.add_request("r", length, new.prefill_token_ids, new.num_computed_tokens, new.sampling_params.max_tokens)
     states.apply_staged_writes()
     at, end = states.req_id_to_index["r"], len(prompt) + len(outputs)
-    found = {
+    compared = {
         "prompt's length": (int(states.prompt_len.np[at]), len(prompt)),
         "length": (int(states.prefill_len.np[at]), end),
         "computed": (int(states.num_computed_tokens_np[at]), len(prompt)),
         "tokens": (states.all_token_ids.gpu[at, :end].tolist(), [*prompt, *outputs]),
     }
-    return ", ".join(f"{name}: {has}, wanted {wants}" for name, (has, wants) in found.items() if has != wants)
+    return ", ".join(f"{name}: {has}, wanted {wants}" for name, (has, wants) in compared.items() if has != wants)

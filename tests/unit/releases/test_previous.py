@@ -43,9 +43,9 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, str(PROGRAM)], input=given, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, f"{name} cannot read what this state writes: {done.stderr[-2000:]}"
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert Path(found["package"]).is_relative_to(folder), "the previous package has read, not this one"
-    return found
+    outcomes: dict[str, Any] = json.loads(done.stdout)
+    assert Path(outcomes["package"]).is_relative_to(folder), "the previous package has read, not this one"
+    return outcomes
 
 
 def test_the_previous_release_reads_what_this_one_writes_and_the_reverse(answer: dict[str, Any]) -> None:
@@ -63,28 +63,28 @@ def test_a_metaserver_pairs_the_two(answer: dict[str, Any]) -> None:
 def plain(how: str, made: bytes) -> Any:
     if how in ("posted", "answer"):
         return msgspec.json.decode(made)
-    found = msgspec.msgpack.decode(made[4:] if how in ("reservation", "source", "first") else made)
+    decoded = msgspec.msgpack.decode(made[4:] if how in ("reservation", "source", "first") else made)
     if how == "reservation":
-        found["layout"] = msgspec.msgpack.decode(found["layout"])
-    return found
+        decoded["layout"] = msgspec.msgpack.decode(decoded["layout"])
+    return decoded
 
 
-def kept(found: Any, wanted: Any, where: str) -> None:
+def kept(reread: Any, wanted: Any, where: str) -> None:
     """Check that nothing has changed its meaning on the way. What only this release knows may be missing."""
-    if isinstance(found, dict):
-        for key, value in found.items():
+    if isinstance(reread, dict):
+        for key, value in reread.items():
             if key in wanted:
                 kept(value, wanted[key], f"{where}.{key}")
             else:
                 assert value in UNFILLED, f"{where}.{key} came from nowhere: {value}"
-    elif isinstance(found, list):
-        for index, value in enumerate(found):
+    elif isinstance(reread, list):
+        for index, value in enumerate(reread):
             if index < len(wanted):
                 kept(value, wanted[index], f"{where}[{index}]")
             else:
                 assert value in UNFILLED, f"{where}[{index}] came from nowhere: {value}"
     else:
-        assert found == wanted, f"{where}: {found} instead of {wanted}"
+        assert reread == wanted, f"{where}: {reread} instead of {wanted}"
 
 
 def test_until_a_release_a_change_of_the_wire_is_the_oldest_state_that_is_read(
@@ -111,8 +111,8 @@ def test_until_a_release_a_change_of_the_wire_is_the_oldest_state_that_is_read(
     git("init", "-q")
     monkeypatch.delenv("PD_PREVIOUS", raising=False)
     monkeypatch.setattr(previous, "BEFORE_RELEASES", "HEAD~2")
-    found = [commit(path) for path in (previous.RECORDED, "a", "b", "c", previous.RECORDED, "d", "e", "f")]
-    assert found == ["HEAD~2"] * 4 + [made[4]] * 2 + ["HEAD~2"] * 2
+    commits = [commit(path) for path in (previous.RECORDED, "a", "b", "c", previous.RECORDED, "d", "e", "f")]
+    assert commits == ["HEAD~2"] * 4 + [made[4]] * 2 + ["HEAD~2"] * 2
     git("tag", "v1.0.0", made[0])
     assert commit(previous.RECORDED) == "v1.0.0"
 

@@ -305,12 +305,12 @@ class FakeEngine:
             cards = [{"id": name, "object": "model"} for name in self.models]
             await _answer(send, 200, json.dumps({"object": "list", "data": cards}).encode())
         elif seen.route.startswith(RESPONSES + "/"):
-            found = self.responses.get(seen.route.split("/")[3])
+            response = self.responses.get(seen.route.split("/")[3])
             await _answer(
-                send, *(404, _error(404, "not found")) if found is None else (200, json.dumps(found).encode())
+                send, *(404, _error(404, "not found")) if response is None else (200, json.dumps(response).encode())
             )
         elif not seen.route.endswith("completions") and seen.route not in OTHERS:
-            await self._held()
+            await self._until_released()
             if (seen.body or {}).get("stream"):
                 await self._stream(seen, send)
                 return
@@ -327,7 +327,7 @@ class FakeEngine:
         theirs = reservation_of(params).get("fingerprint", "")
         return self.behaviour.refuses_push or ("" if may_pair(self.fingerprint, theirs) else "PD-GEO-001")
 
-    async def _held(self) -> None:
+    async def _until_released(self) -> None:
         while self.behaviour.hold:
             await asyncio.sleep(0.01)
 
@@ -358,7 +358,7 @@ class FakeEngine:
             await self._keep_alive(send)
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.behaviour.prefill_s)
-            await self._held()
+            await self._until_released()
             if self.behaviour.push and not self._refusal(params):
                 PUSHED[reservation_of(params)["transfer"]] = self.incarnation
             await asyncio.sleep(self.behaviour.after_push_s)
@@ -376,7 +376,7 @@ class FakeEngine:
                 await _answer(send, 500, _error(500, "Internal server error"))
             return
         await asyncio.sleep(self.behaviour.before_first_s)
-        await self._held()
+        await self._until_released()
         if params.get("do_remote_prefill") and self.behaviour.fails_after_load:
             await _answer(send, 500, _error(500, "out of memory"))
             return

@@ -35,39 +35,39 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 class Echo(asyncio.Protocol):
     """A server of one line a connection: idle from its answer on."""
 
-    def __init__(self, places: Places, connection: Place) -> None:
-        self._places, self._connection = places, connection
+    def __init__(self, connections: Places, connection: Place) -> None:
+        self._connections, self._connection = connections, connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._connection.close = transport.abort
-        self._places.turn(self._connection, Activity.BUSY)
+        self._connections.turn(self._connection, Activity.BUSY)
 
     def data_received(self, data: bytes) -> None:
         self._transport.write(data)
-        self._places.turn(self._connection, Activity.IDLE)
+        self._connections.turn(self._connection, Activity.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._places.leave(self._connection)
+        self._connections.leave(self._connection)
 
 
 @asynccontextmanager
 async def gate(
     most: int, tls: ssl.SSLContext | None = None, *, first_byte_s: float = 600.0, handshakes: int = 100
 ) -> AsyncIterator[tuple[ConnectionGate, int]]:
-    places = Places(most)
-    opened = ConnectionGate(lambda connection: Echo(places, connection), places, tls, first_byte_s, handshakes)
+    connections = Places(most)
+    opened = ConnectionGate(lambda connection: Echo(connections, connection), connections, tls, first_byte_s, handshakes)
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listening:
         opened.open(listening)
         try:
             yield opened, listening.getsockname()[1]
         finally:
             opened.close()
-            for connection in tuple(places.everyone()):
-                places.end(connection)
+            for connection in tuple(connections.everyone()):
+                connections.end(connection)
             await asyncio.sleep(0)  # what was handed over meanwhile sees its end
-    assert len(places) == 0
+    assert len(connections) == 0
 
 
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -95,8 +95,8 @@ async def closed(line: Line) -> bool:
         return True
 
 
-async def until_there(places: Places, count: int) -> None:
-    while len(places) != count:
+async def until_there(connections: Places, count: int) -> None:
+    while len(connections) != count:
         await asyncio.sleep(0)
 
 
@@ -194,7 +194,7 @@ async def test_without_a_free_file_handle_the_longest_idle_connection_goes(caplo
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "turn", "leave"]), st.integers(0, 9), st.sampled_from(Activity))))
 def test_only_the_quiet_give_way_and_only_where_there_is_no_place(steps: list[tuple[str, int, Activity]]) -> None:
-    places = Places(4)
+    connections = Places(4)
     here: list[Place] = []
 
     def close(connection: Place) -> None:
@@ -205,13 +205,13 @@ def test_only_the_quiet_give_way_and_only_where_there_is_no_place(steps: list[tu
         if what == "enter":
             made = Place(f"peer {which % 3}", lambda: None)
             made.close = partial(close, made)
-            places.enter(made, activity)
+            connections.enter(made, activity)
             here.append(made)
         elif here and what == "turn":
-            places.turn(here[which % len(here)], activity)
+            connections.turn(here[which % len(here)], activity)
         elif here:
-            places.leave(here.pop(which % len(here)))
-        assert set(here) == set(places.everyone()) and len(places) == len(here)
+            connections.leave(here.pop(which % len(here)))
+        assert set(here) == set(connections.everyone()) and len(connections) == len(here)
         if what == "enter":
             assert len(here) <= 4 or all(one.activity is Activity.BUSY for one in here[:-1])
 
@@ -234,11 +234,11 @@ def test_what_a_connection_more_costs_does_not_grow_with_those_that_are_there(ac
 
     looks = []
     for most in (32, 1024):
-        places = Places(most)
+        connections = Places(most)
         for number in range(most):
-            places.enter(Counted(f"peer {number % 8}", lambda: None), activity)
+            connections.enter(Counted(f"peer {number % 8}", lambda: None), activity)
         Counted.looks = 0
-        places.enter(Counted("peer 0", lambda: None), Activity.IDLE)
+        connections.enter(Counted("peer 0", lambda: None), Activity.IDLE)
         looks.append(Counted.looks)
     assert looks[0] == looks[1]
 

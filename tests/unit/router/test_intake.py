@@ -261,7 +261,7 @@ async def _play(steps: Sequence[tuple[int, int]]) -> None:
     taken = Intake(short=4 * SHORT, long=2 * MIB, posts=MIB)
     senders: dict[int, BodySender] = {}
 
-    async def over(who: int) -> None:
+    async def cancel(who: int) -> None:
         sender = senders.pop(who)
         sender.reading.cancel()
         with contextlib.suppress(NotTaken, asyncio.CancelledError):
@@ -272,7 +272,7 @@ async def _play(steps: Sequence[tuple[int, int]]) -> None:
         if who not in senders:
             senders[who] = BodySender(taken, f"caller {who % 2}", who == 4, MIB if who == 3 else None).begin()
         if size == -1:
-            await over(who)
+            await cancel(who)
         elif size == 0:
             await senders[who].end()
         elif not senders[who]._body.is_eof():
@@ -283,5 +283,5 @@ async def _play(steps: Sequence[tuple[int, int]]) -> None:
             assert memory.callers.total() == sum(upload.size for upload in memory.coming) <= memory.held_bytes
             assert memory.held_bytes <= max(memory.most, max((upload.size for upload in there), default=0))
     for who in tuple(senders):
-        await over(who)
+        await cancel(who)
     assert taken.held_bytes == 0

@@ -199,7 +199,7 @@ def test_a_pod_that_terminates_goes_and_one_that_comes_back_is_new(account: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "instance"),
+    ("text", "slice_ports", "instance"),
     [
         ("pd-decode:http", ports(metrics=9, http=8102), "10.0.0.3:8102"),
         ("pd-decode:metrics", ports(metrics=9, http=8102), "10.0.0.3:9"),
@@ -210,18 +210,18 @@ def test_a_pod_that_terminates_goes_and_one_that_comes_back_is_new(account: Path
     ],
 )
 def test_the_port_is_the_named_one_or_the_only_one_or_http(
-    account: Path, text: str, found: list[Facts], instance: str
+    account: Path, text: str, slice_ports: list[Facts], instance: str
 ) -> None:
     """A slice's ports are in no order."""
-    api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": found}])
+    api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": slice_ports}])
     with following(api, account, text) as (fleet, _):
         until(lambda: names(fleet))
         assert names(fleet) == {instance}
 
 
-@pytest.mark.parametrize("found", [ports(metrics=9, api=8102), ports(http=8102, https=8443)])
-def test_of_several_ports_none_is_guessed(account: Path, caplog: pytest.LogCaptureFixture, found: list[Facts]) -> None:
-    api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": found}])
+@pytest.mark.parametrize("slice_ports", [ports(metrics=9, api=8102), ports(http=8102, https=8443)])
+def test_of_several_ports_none_is_guessed(account: Path, caplog: pytest.LogCaptureFixture, slice_ports: list[Facts]) -> None:
+    api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": slice_ports}])
     with following(api, account, "pd-decode") as (fleet, _):
         until(lambda: len(api.lists) >= 2)
         assert not names(fleet) and "several ports: name one" in caplog.text

@@ -143,10 +143,10 @@ def test_an_answer_that_its_d_ends_halfway_ends_before_what_is_made_of_it(path: 
 
 def test_ids_of_the_first_d_are_those_of_the_rest_and_events_are_numbered_on() -> None:
     kept, events, got = broken(RESPONSES)
-    again = b"".join(kept.take(event.replace(b"-d1-", b"-d2-").replace(b"resp_d1", b"resp_d2")) for event in events)
-    ids = {word for word in (got + again).split(b'"') if b"-d" in word or word.startswith(b"resp_")}
+    continued = b"".join(kept.take(event.replace(b"-d1-", b"-d2-").replace(b"resp_d1", b"resp_d2")) for event in events)
+    ids = {word for word in (got + continued).split(b'"') if b"-d" in word or word.startswith(b"resp_")}
     assert b"resp_d1" in ids and b"resp_d2" not in ids
-    said = read(got + again)
+    said = read(got + continued)
     assert not said.problem and said.end == "completed" and said.events == kept.number
 
 

@@ -306,7 +306,7 @@ AGAINST_NEITHER = {
 
 def codes_reported() -> dict[str, str]:
     """Map each code in the text of the modules that can put one into a report to one of these modules."""
-    found: dict[str, str] = {}
+    module_of: dict[str, str] = {}
     for path in sorted(path for pattern in TELLING for path in PACKAGE.glob(pattern)):
         tree = ast.parse(path.read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -314,10 +314,10 @@ def codes_reported() -> dict[str, str]:
         of_starts = {id(node) for call in starts for node in ast.walk(call)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in of_starts:
-                found.update(
+                module_of.update(
                     dict.fromkeys(re.findall(r"PD-[A-Z]+-[0-9]{3}", node.value), str(path.relative_to(PACKAGE)))
                 )
-    return found
+    return module_of
 
 
 def test_every_code_that_a_report_can_carry_has_its_verdict() -> None:

@@ -23,9 +23,9 @@ from vllm_ascend_pd.router.fleet import Fleet, Instance, parse_spec
 
 
 def of(c: FakeCluster, decode: int = 0) -> Instance:
-    found = c.worker.fleet.get(c.decode[decode].address)
-    assert found is not None
-    return found
+    instance = c.worker.fleet.get(c.decode[decode].address)
+    assert instance is not None
+    return instance
 
 
 def test_an_open_chat_with_a_high_limit_counts_as_any_other() -> None:
@@ -160,12 +160,12 @@ def test_pictures_are_told_apart_however_they_are_written(write: Callable[[str],
 def test_media_are_the_same_wherever_the_slices_end(words: list[tuple[str, int]], before: int) -> None:
     """Long words count as media if they begin a value, or follow its comma; all else stays as it is."""
     text = " " * before + "".join(mark + "A" * length for mark, length in words) + '"'
-    found = media.measured(memoryview(text.encode()))
+    measured = media.measured(memoryview(text.encode()))
     expected, at = b"", 0
     for word in re.finditer(rb'[",](A{1024,})', text.encode()):
         digest = hashlib.blake2b(word[1]).hexdigest().encode() * (media.BYTES // 128)
         expected, at = expected + text.encode()[at : word.start(1)] + digest, word.end(1)
-    assert found == expected + text.encode()[at:]
+    assert measured == expected + text.encode()[at:]
 
 
 def test_a_picture_weighs_no_more_at_p_than_a_long_question() -> None:

@@ -21,9 +21,9 @@ def clients(engine: FakeEngine) -> int:
 
 
 def instance(c: FakeCluster, engine: FakeEngine) -> Instance:
-    found = c.worker.fleet.get(engine.address)
-    assert found is not None
-    return found
+    member = c.worker.fleet.get(engine.address)
+    assert member is not None
+    return member
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -165,7 +165,7 @@ def test_failures_of_requests_that_were_under_way_together_count_once() -> None:
 def test_while_one_request_tries_a_pair_again_others_wait_for_its_result() -> None:
     loads = LoadRecord()
     loads.fail("p", 1.0, 2.0, 0.5, canaries=False)
-    again = loads.failed["p"].until
-    assert loads.avoids("p", 2.0) and not loads.avoids("p", again)
-    loads.tried("p", again, 0.5)
-    assert loads.avoids("p", again)
+    retry_at = loads.failed["p"].until
+    assert loads.avoids("p", 2.0) and not loads.avoids("p", retry_at)
+    loads.tried("p", retry_at, 0.5)
+    assert loads.avoids("p", retry_at)

@@ -199,8 +199,8 @@ async def until(true: Any) -> None:
 async def test_a_body_that_waits_for_the_thread_counts_among_those_in_flight(path: str) -> None:
     body = HOSTILE["token ids"]
     async with worker_before(len(body)) as worker:
-        held, coming = HeldRequest(worker.front.aside), Coming(path, body)
-        await held.until_begun()
+        blocker, coming = HeldRequest(worker.front.aside), Coming(path, body)
+        await blocker.until_begun()
         answering = asyncio.create_task(worker.answer(coming.asked, coming.send))
         await coming.arrive()
         await until(lambda: worker.front.aside.waiting)
@@ -208,26 +208,26 @@ async def test_a_body_that_waits_for_the_thread_counts_among_those_in_flight(pat
         await asyncio.gather(worker.answer(short.asked, short.send), short.arrive())
         assert b"PD-META-012" in short.got, "the loop goes on"
         assert worker.intake.held_bytes == len(body) and not coming.got
-        held.ends.set()
+        blocker.ends.set()
         await answering
         assert coming.got and worker.intake.held_bytes == 0
 
 
 async def test_a_post_whose_decode_engine_leaves_waits_for_no_thread() -> None:
     async with worker_before(1) as worker:
-        held, coming = (
+        blocker, coming = (
             HeldRequest(worker.front.aside),
             Coming(RESERVATIONS, b'{"ticket": "t", "a": [' + b"1," * LONG + b"1]}"),
         )
-        await held.until_begun()
+        await blocker.until_begun()
         answering = asyncio.create_task(worker.answer(coming.asked, coming.send))
         await coming.arrive()
         await until(lambda: worker.front.aside.waiting)
         coming.gone()
         await answering
-        assert worker.intake.held_bytes == 0 and not coming.got and not held.task.done()
-        held.ends.set()
-        assert await held.task == AT_ONCE + 1
+        assert worker.intake.held_bytes == 0 and not coming.got and not blocker.task.done()
+        blocker.ends.set()
+        assert await blocker.task == AT_ONCE + 1
 
 
 # -- the thread
@@ -239,13 +239,13 @@ async def test_short_texts_are_read_at_once_and_long_ones_on_one_thread_shortest
     def note(text: Buffer) -> None:
         read.append((len(text) - AT_ONCE, threading.get_ident()))
 
-    held = HeldRequest(aside)
-    await held.until_begun()
+    blocker = HeldRequest(aside)
+    await blocker.until_begun()
     waiting = [asyncio.create_task(aside.run(note, bytes(AT_ONCE + more))) for more in (9, 7, 8, 7)]
     await until(lambda: len(aside.waiting) == 4)
     await aside.run(note, bytes(AT_ONCE))
     assert read == [(0, loop)]
-    held.ends.set()
+    blocker.ends.set()
     await asyncio.gather(*waiting)
     assert [more for more, _ in read] == [0, 7, 7, 8, 9]
     assert loop not in (others := {where for _, where in read[1:]}) and len(others) == 1
@@ -254,17 +254,17 @@ async def test_short_texts_are_read_at_once_and_long_ones_on_one_thread_shortest
 
 async def test_a_caller_that_leaves_keeps_no_other_from_its_turn() -> None:
     aside, read = Aside(), list[Buffer]()
-    held = HeldRequest(aside)
-    await held.until_begun()
+    blocker = HeldRequest(aside)
+    await blocker.until_begun()
     leaving, staying = (asyncio.create_task(aside.run(read.append, bytes(AT_ONCE + more))) for more in (1, 2))
     await until(lambda: len(aside.waiting) == 2)
-    for task in (leaving, held.task):
+    for task in (leaving, blocker.task):
         task.cancel()
     await asyncio.wait((leaving,))
-    assert leaving.cancelled() and not held.task.done(), "the thread still has its text"
-    held.ends.set()
+    assert leaving.cancelled() and not blocker.task.done(), "the thread still has its text"
+    blocker.ends.set()
     await staying
-    assert held.task.cancelled() and [len(text) for text in read] == [AT_ONCE + 2]
+    assert blocker.task.cancelled() and [len(text) for text in read] == [AT_ONCE + 2]
     aside.close()
 
 

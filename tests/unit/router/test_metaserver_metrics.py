@@ -99,9 +99,9 @@ def test_the_series_of_an_engine_end_with_it() -> None:
         gone = c.prefill[0]
         asked_until(c, gone.generations)
         until(lambda: lines_of(c.http.get("/metrics").text, gone.address))
-        held = c.worker.fleet.get(gone.address)
-        assert held is not None
-        with c.worker.fleet.leg(held, 1.0):  # a request that ends after its engine was removed
+        instance = c.worker.fleet.get(gone.address)
+        assert instance is not None
+        with c.worker.fleet.leg(instance, 1.0):  # a request that ends after its engine was removed
             assert c.http.delete(f"/instances/{gone.address}").status_code == 200
         page = c.http.get("/metrics").text
         assert not lines_of(page, gone.address) and lines_of(page, c.prefill[1].address)

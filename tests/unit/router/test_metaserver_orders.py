@@ -49,9 +49,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def instance(c: FakeCluster, name: str) -> Instance:
-    found = c.worker.fleet.get(name)
-    assert found is not None
-    return found
+    member = c.worker.fleet.get(name)
+    assert member is not None
+    return member
 
 
 def blame(c: FakeCluster) -> dict[str, int]:
@@ -429,11 +429,11 @@ def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> Non
     d = life_of("d", 4.0).reported("e-dp1", 6.0).reported("d", 7.0)
     one, other = (PairProof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
     assert one.holds(ProcessHistory(), d) and other.holds(ProcessHistory(), d)
-    again = d.reported("f", 9.0)
-    assert not one.holds(ProcessHistory(), again) and other.holds(ProcessHistory(), again), (
+    restarted = d.reported("f", 9.0)
+    assert not one.holds(ProcessHistory(), restarted) and other.holds(ProcessHistory(), restarted), (
         "until its address refused a request"
     )
-    assert not other.holds(ProcessHistory(), again.refuses(8.0))
+    assert not other.holds(ProcessHistory(), restarted.refuses(8.0))
     assert ProcessHistory.of([["d", 7.0], ["e-dp1", 6.0]], 0.0) == d
 
 

@@ -62,11 +62,11 @@ def test_errors_are_kept_with_code_and_remedy_and_without_an_engines_words() -> 
             engine.behaviour.status = 200
         assert c.complete("a secret prompt").status_code == 200  # D computed it by itself
         status = c.http.get("/status").json()
-        found = {error["code"]: error for error in status["errors"]}
-        assert found["PD-META-007"]["what"] == "answered 500 (Fake)"
-        assert "decode engine's log" in found["PD-META-007"]["remedy"]
-        assert found["PD-META-006"]["what"] == f"{c.prefill[0].address} answered 400 (Fake)"
-        assert found["PD-META-006"]["request"] == status["last"][-1]["id"]
+        errors = {error["code"]: error for error in status["errors"]}
+        assert errors["PD-META-007"]["what"] == "answered 500 (Fake)"
+        assert "decode engine's log" in errors["PD-META-007"]["remedy"]
+        assert errors["PD-META-006"]["what"] == f"{c.prefill[0].address} answered 400 (Fake)"
+        assert errors["PD-META-006"]["request"] == status["last"][-1]["id"]
         assert "as set" not in json.dumps(status) and "secret" not in json.dumps(status)
 
 

@@ -23,9 +23,9 @@ from vllm_ascend_pd.router.upstream import Upstream
 
 
 def instance(c: FakeCluster) -> Instance:
-    found = c.worker.fleet.get(c.decode[0].address)
-    assert found is not None
-    return found
+    member = c.worker.fleet.get(c.decode[0].address)
+    assert member is not None
+    return member
 
 
 def counted(route: str, status: object) -> float:

@@ -44,9 +44,9 @@ def test_what_is_sent_beside_the_prompt_cannot_be_mistaken_for_another_part() ->
 
 def test_a_long_prompt_has_few_marks() -> None:
     prompt = b"1234, " * (MAX_BYTES // 3)
-    found = marks_of((), prompt, len(prompt) // 6)
-    assert len(found) == FINE // NEAR + (MAX_BYTES - FINE) // FAR
-    assert found[-1].tokens == MAX_BYTES // 6
+    prompt_marks = marks_of((), prompt, len(prompt) // 6)
+    assert len(prompt_marks) == FINE // NEAR + (MAX_BYTES - FINE) // FAR
+    assert prompt_marks[-1].tokens == MAX_BYTES // 6
 
 
 # ---- what an engine is thought to have
@@ -60,9 +60,9 @@ def test_it_holds_no_more_than_it_may_and_forgets_ends_before_beginnings(
     for kind, length in asked:
         of = marks(bytes([kind]) * (NEAR * length))
         prompts.add(of)
-        held = [mark.digest in prompts.entries for mark in of]
-        assert held == sorted(held, reverse=True), "a beginning went before its end"
-        assert prompts.has(of) == (of[sum(held) - 1].tokens if any(held) else 0)
+        kept = [mark.digest in prompts.entries for mark in of]
+        assert kept == sorted(kept, reverse=True), "a beginning went before its end"
+        assert prompts.has(of) == (of[sum(kept) - 1].tokens if any(kept) else 0)
         assert prompts.tokens == sum(mark.added for mark in prompts.entries.values()) <= most
 
 
@@ -98,7 +98,7 @@ def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[
             del engine[last]
         prompts.update(block * came, block * len(engine), lost=bool(gone))
         for known, its in longest.items():
-            there, kinds = block * sum(held == known for held, _ in engine), [kind for kind, _ in asked[: turn + 1]]
+            there, kinds = block * sum(owner == known for owner, _ in engine), [kind for kind, _ in asked[: turn + 1]]
             if -1 not in kinds:
                 assert prompts.has(its) == there
             elif all(kinds.count(kind) == 1 for kind in kinds if kind >= 0):  # a repeated one may hide those between

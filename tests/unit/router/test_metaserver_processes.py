@@ -40,9 +40,9 @@ def test_the_command_serves_and_ends_well_on_a_signal() -> None:
 
 
 def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_configured() -> None:
-    own = free_port()
-    with running("--worker-port", str(own)) as r:
-        r.decode.metaservers(f"http://127.0.0.1:{own}")  # the only allowed URL
+    worker_port = free_port()
+    with running("--worker-port", str(worker_port)) as r:
+        r.decode.metaservers(f"http://127.0.0.1:{worker_port}")  # the only allowed URL
         assert texts(r.complete("x")) == ["".join(words("x", 3))]
         assert r.decode.local_prefills == 0 and len(r.prefill.generations()) == 1
 
@@ -309,8 +309,8 @@ def test_ranks_with_servers_of_their_own_are_named_at_once() -> None:
     words = "metaserver --prefiller-hosts a b --prefiller-hosts-num 2 2 --prefiller-ports 9000 9100 --prefiller-ports-inc 2 2"
     settings = settings_of(parser().parse_args([*words.split(), "--decode", "https://c:9000+3", "[::1]:1+2"]))
     assert settings.prefill == ("a:9000", "a:9001", "b:9100", "b:9101")
-    found = [spec.origin for text in settings.decode for spec in parse_specs(Role.DECODE, text)]
-    assert found == [
+    origins = [spec.origin for text in settings.decode for spec in parse_specs(Role.DECODE, text)]
+    assert origins == [
         *(Origin("https", "c", 9000 + rank) for rank in range(3)),
         *(Origin("http", "::1", 1 + n) for n in (0, 1)),
     ]
@@ -387,8 +387,8 @@ def test_a_record_in_json_has_its_code_and_is_bounded() -> None:
         record = logging.LogRecord("x", logging.ERROR, __file__, 1, "%s", ("PD-META-011: no\n" * 1000,), sys.exc_info())
     line = JsonLines().format(record)
     assert line.isascii() and line.isprintable() and len(line) < 50_000
-    found = json.loads(line)
-    assert found["code"] == "PD-META-011" and len(found["message"]) == len(found["traceback"]) == 4000
+    logged = json.loads(line)
+    assert logged["code"] == "PD-META-011" and len(logged["message"]) == len(logged["traceback"]) == 4000
     plain = json.loads(JsonLines().format(logging.LogRecord("x", logging.INFO, __file__, 1, "well", (), None)))
     assert plain.keys() == {"time", "level", "logger", "message"}
 

@@ -255,14 +255,14 @@ def test_an_invented_id_counts_for_what_its_sender_has_sent() -> None:
         begin = len("resp_" + stored.home_of(home.address, ""))
         forged = name[:begin] + re.sub("[0-9a-f]", "f", name[begin:])
         (instance,) = (i for i in c.worker.fleet if i.name == home.address)
-        held = instance.prompts.tokens
+        tokens_before = instance.prompts.tokens
         home.behaviour.frozen = True
         answer = clients.submit(ask, c, RESPONSES, "and now?", previous_response_id=forged)
         until(lambda: instance.requests)
         assert in_flight(c.http, home) < 100
         home.behaviour.frozen = False
         assert answer.result(20).status_code == 404
-        assert instance.prompts.tokens == held and not in_flight(c.http, home)
+        assert instance.prompts.tokens == tokens_before and not in_flight(c.http, home)
 
 
 def test_a_follow_up_counts_as_d_counts_it_where_nothing_of_it_is_known() -> None:
@@ -358,14 +358,14 @@ def test_a_response_counts_as_its_request_until_its_client_has_it() -> None:
     """It repeats that, however long it is."""
     said = json.dumps(body_for(RESPONSES, "a prompt", metadata={"x": "y" * (24 << 20)})).encode()
     with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
-        held = partial(getattr, c.worker.intake, "held_bytes")
+        held_bytes = partial(getattr, c.worker.intake, "held_bytes")
         head = f"POST {RESPONSES} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
         client.sendall(head.encode() + said)
         until(lambda: [seen for seen in c.decode[0].generations() if seen.finished])
-        assert client.recv(12) == b"HTTP/1.1 200" and held() >= len(said)
+        assert client.recv(12) == b"HTTP/1.1 200" and held_bytes() >= len(said)
         while client.recv(1 << 20):
             pass
-        until(lambda: not held())
+        until(lambda: not held_bytes())
 
 
 def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
@@ -451,8 +451,8 @@ def test_a_name_says_what_it_was_given() -> None:
 def test_only_who_has_the_engines_key_can_tell_from_a_name_which_address_it_means() -> None:
     """Addresses are few: whoever can compute the digest of each would find the one in a name."""
     one, other = "10.0.0.1:8200", "10.0.0.2:8200"
-    found = {stored.home_of(address, key) for address in (one, other) for key in ("", "a key", "another", "k" * 200)}
-    assert len(found) == 8
+    names = {stored.home_of(address, key) for address in (one, other) for key in ("", "a key", "another", "k" * 200)}
+    assert len(names) == 8
     with cluster(engine_token="a key") as c, another_metaserver(c) as another:
         name = ask(c, RESPONSES).json()["id"]
         assert stored.home_of(c.decode[0].address, "") not in name
@@ -598,12 +598,12 @@ def test_the_last_event_of_each_protocol_is_known(before: bytes) -> None:
 def test_events_go_out_whole_wherever_the_stream_is_cut() -> None:
     stream = b"".join(b"event: x\ndata: %d\n\n" % number for number in range(3))
     for size in range(1, len(stream)):
-        out, held = b"", bytearray()
+        out, tail = b"", bytearray()
         for at in range(0, len(stream), size):
-            whole = relay._whole_events(held, stream[at : at + size], 1 << 20)
+            whole = relay._whole_events(tail, stream[at : at + size], 1 << 20)
             assert not whole or whole.endswith(b"\n\n")
             out += whole
-        assert out == stream and not held
+        assert out == stream and not tail
 
 
 def test_a_long_response_is_read_to_its_end() -> None:

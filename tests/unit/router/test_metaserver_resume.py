@@ -119,10 +119,10 @@ def put(place: dict[str, Any], path: tuple[str | int, ...], piece: Any) -> None:
             continue
         inner: Any = place.setdefault(step, [] if isinstance(after, int) else {})
         if isinstance(after, int):
-            found = next((one for one in inner if one["index"] == after), None)
-            if found is None:
-                inner.append(found := {"index": after})
-            inner = found
+            entry = next((one for one in inner if one["index"] == after), None)
+            if entry is None:
+                inner.append(entry := {"index": after})
+            inner = entry
         place = inner
     had = place.get(str(path[-1]))
     place[str(path[-1])] = [*(had or ()), *piece] if isinstance(piece, list) else (had or "") + piece
@@ -505,7 +505,7 @@ def test_a_whole_answer_that_was_dropped_goes_on_behind_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "found"),
+    ("stop", "expected"),
     [
         ("recomputed", True),
         (["a", "recomputed"], True),
@@ -520,8 +520,8 @@ def test_a_whole_answer_that_was_dropped_goes_on_behind_its_tokens() -> None:
         (["recomputed", "x" * (64 << 10)], False),
     ],
 )
-def test_a_stop_string_may_be_the_word_of_a_dropped_request(stop: object, found: bool) -> None:
+def test_a_stop_string_may_be_the_word_of_a_dropped_request(stop: object, expected: bool) -> None:
     raw = msgspec.Raw(json.dumps(stop).encode())
-    assert stops_at_recomputed({"stop": raw}) is found
+    assert stops_at_recomputed({"stop": raw}) is expected
     assert not stops_at_recomputed({})
     assert stops_at_recomputed({"stop": msgspec.Raw(b'["\\u0072ecomputed"]')})

@@ -22,9 +22,9 @@ FROZEN = {"unreachable_s": 0.5, "probe_timeout_s": 0.3}
 
 
 def state(c: FakeCluster, engine: FakeEngine) -> CircuitState:
-    found = c.worker.fleet.get(engine.address)
-    assert found is not None
-    return found.circuit.state
+    instance = c.worker.fleet.get(engine.address)
+    assert instance is not None
+    return instance.circuit.state
 
 
 def test_a_prefill_that_will_never_come_is_given_up() -> None:

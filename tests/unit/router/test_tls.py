@@ -142,11 +142,11 @@ def test_certificates_that_are_replaced_are_used_from_the_next_connection_on(
 
     def kinds(attempt: int) -> tuple[str, str]:
         """Return what comes of a call to the server that takes the old certificate, and to the other one."""
-        found = []
+        outcome_kinds = []
         for name, url in urls.items():
             client.reserve((name, attempt), url, {}, 20.0)
-            found.append(outcomes.get(timeout=30).kind)
-        return found[0], found[1]
+            outcome_kinds.append(outcomes.get(timeout=30).kind)
+        return outcome_kinds[0], outcome_kinds[1]
 
     try:
         replace_file(shown, old[0])

@@ -125,19 +125,19 @@ class DecodeSite:
         self.pool = Pool(blocks, seed)
         self.firsts = [0, *cuts]  # first layer of each stage
         self.stages = [model.names[a:b] for a, b in pairwise([*self.firsts, len(model.names)])]
-        self.places = [(stage, rank) for stage in range(len(self.stages)) for rank in range(tp)]
+        self.positions = [(stage, rank) for stage in range(len(self.stages)) for rank in range(tp)]
         self.ranks = [
-            RankCache(model, self.stages[stage], tp, rank, blocks, block, divided) for stage, rank in self.places
+            RankCache(model, self.stages[stage], tp, rank, blocks, block, divided) for stage, rank in self.positions
         ]
         self.workers = []
-        for (stage, rank), cache, host in zip(self.places, self.ranks, cycle(hosts), strict=False):
+        for (stage, rank), cache, host in zip(self.positions, self.ranks, cycle(hosts), strict=False):
             cache.fill(UNTOUCHED)
             shape = model.shape(block, tp, rank, divided)
             there = replace(engine_of(self.config, make_transport, secrets), host=host)
             worker = DecodeWorker(there, shape, device, stage, rank)
             worker.register_kv_caches(cache.tensors)
             self.workers.append(worker)
-        facts = {place: worker.handshake() for place, worker in zip(self.places, self.workers, strict=True)}
+        facts = {place: worker.handshake() for place, worker in zip(self.positions, self.workers, strict=True)}
         self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
         self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
         self.requests: dict[str, SitePrompt] = {}
@@ -233,11 +233,11 @@ class DecodeSite:
     def check(self, *requests: SitePrompt, layers: int | None = None) -> None:
         """Check that these requests' KV is complete, and that nothing else changed but blocks of requests not named.
         `layers`: only so many, from the first."""
-        for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
-            for own, views in enumerate(cache.views[:layers]):
+        for (stage, rank), cache in zip(self.positions, self.ranks, strict=True):
+            for local_layer, views in enumerate(cache.views[:layers]):
                 for region, view in enumerate(views):
-                    where = f"stage {stage}, rank {rank}, layer {own}, region {region}"
-                    self._check(requests, where, view, self.firsts[stage] + own, own, region, cache)
+                    where = f"stage {stage}, rank {rank}, layer {local_layer}, region {region}"
+                    self._check(requests, where, view, self.firsts[stage] + local_layer, local_layer, region, cache)
 
     def _check(
         self,
@@ -245,7 +245,7 @@ class DecodeSite:
         where: str,
         view: np.ndarray,
         layer: int,
-        own: int,
+        local_layer: int,
         region: int,
         cache: RankCache,
     ) -> None:
@@ -256,18 +256,18 @@ class DecodeSite:
             if request not in requests:
                 free[request.d_blocks] = True
                 continue
-            tokens, at, row = cache.own(request.first, request.tokens, own, region)
+            tokens, at, row = cache.rank_tokens(request.first, request.tokens, local_layer, region)
             if self.used.intersection(request.d_blocks):  # used blocks may hold anything elsewhere
                 free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[at - request.first // self.covers]
-            wanted = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
+            wanted = request.content[layer, region][tokens][:, cache.heads[local_layer], : view.shape[-1]]
             expected[ids, :, row] = wanted
             landed = view[ids, :, row]
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
             if self.model.layout == "opaque" and request.tokens % self.covers:
                 free[request.d_blocks[-1], :, request.tokens % self.covers :] = True  # a plane is written whole
                 continue
-            last, behind = self._tail(request, cache, own, region)
+            last, behind = self._tail(request, cache, local_layer, region)
             expected[last, :, behind] = 0
             assert not view[last, :, behind].any(), f"{request.name}: {where}: what is behind it is not cleared"
         touched = (view != expected) & ~free
@@ -276,16 +276,16 @@ class DecodeSite:
     def _tail(self, request: SitePrompt, cache: RankCache, *of: int) -> tuple[int, np.ndarray]:
         """Return the request's last block, and this rank's places in it behind the last token."""
         full = -(-request.tokens // self.covers) * self.covers
-        return request.d_blocks[-1], cache.own(request.tokens, full, *of)[2]
+        return request.d_blocks[-1], cache.rank_tokens(request.tokens, full, *of)[2]
 
     def written(self, *requests: SitePrompt) -> bool:
         """Return whether a P has written into any of these requests' blocks."""
         for cache in self.ranks:
-            for own, views in enumerate(cache.views):
+            for local_layer, views in enumerate(cache.views):
                 for region, view in enumerate(views):
                     before = np.full_like(view, UNTOUCHED)
                     for request in requests:
-                        last, behind = self._tail(request, cache, own, region)
+                        last, behind = self._tail(request, cache, local_layer, region)
                         before[last, :, behind] = 0
                     blocks = [block for request in requests for block in request.d_blocks]
                     if (view != before)[blocks].any():
@@ -432,7 +432,7 @@ class PrefillSite:
             0.0, request.p_name, holds_blocks=holds_blocks, well=False, why="the test ended it"
         ).blocks_held
 
-    def over(self, *requests: SitePrompt) -> None:
+    def finish_and_free(self, *requests: SitePrompt) -> None:
         """End requests, and step until their blocks are free."""
         for request in requests:
             self.finish(request)
@@ -460,13 +460,13 @@ class PrefillSite:
         self.collect()
         return step
 
-    def _write(self, cache: RankCache, layer: int, own: int, request: SitePrompt, begin: int, end: int) -> None:
+    def _write(self, cache: RankCache, layer: int, local_layer: int, request: SitePrompt, begin: int, end: int) -> None:
         if layer >= len(request.content):
             return  # layer of a draft model that D lacks
-        for region, view in enumerate(cache.views[own]):
-            tokens, at, row = cache.own(begin, end, own, region)
+        for region, view in enumerate(cache.views[local_layer]):
+            tokens, at, row = cache.rank_tokens(begin, end, local_layer, region)
             ids = np.asarray(request.p_blocks)[at]
-            content = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
+            content = request.content[layer, region][tokens][:, cache.heads[local_layer], : view.shape[-1]]
             view[ids, :, row] = content
 
     def collect(self) -> None:

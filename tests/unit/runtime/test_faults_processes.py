@@ -52,7 +52,7 @@ def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
     child.ask("step")
     p.prefill(other)
     until(lambda: "warm-child=True" in child.ask("step"), "the child's first request")
-    p.over(first, other)
+    p.finish_and_free(first, other)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another(
     p, d, others = prefill_site(), decode_site(), (prefill_site(), decode_site())
     with running(p, d, *others), Beside(Transfers(*others)) as beside, traced() as events:
         steps, transfers = Delays(beside, "steps of P"), Delays(beside, "transfers to the healthy D")
-        again = Transfers(p, d, steps)
+        transfer = Transfers(p, d, steps)
         if met:
             warm(p, d, decode_child)
         else:
@@ -101,7 +101,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another(
         begun, before = time.monotonic(), beside.pieces
         while time.monotonic() - begun < WATCHED_S:
             with transfers.one():
-                again()
+                transfer()
         a_lease = (beside.pieces - before) * LEASE_S / WATCHED_S
         print(f"{fault}: {a_lease:.0f} pieces are a lease\n{transfers}\n{steps}")
         assert transfers.share(a_lease, LEASE_S) < OF_A_TRANSFER
@@ -123,7 +123,7 @@ class Transfers:
         with self._steps.one() if self._steps else contextlib.nullcontext():
             self._p.prefill(request)
         assert self._d.received(request)[0].ok
-        self._p.over(request)
+        self._p.finish_and_free(request)
         self._p.pool.give(request.p_blocks)
         self._d.release(request)
 
@@ -159,14 +159,14 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         (report,) = d.received(slow)
         # Cut by the revocation, or by its lease if the machine stood still for as long.
         assert not report.ok and report.why.code in ("PD-XFER-004", "PD-XFER-001"), "what is cut fails cleanly"
-        other.over(slow)
+        other.finish_and_free(slow)
         other.pool.give(slow.p_blocks)
         d.release(slow)
         d.release(bad)  # the blocks have another owner from here on
-        again = d.bound("again", 320)
-        other.prefill(again)
-        assert d.received(again)[0].ok, "tried again under the new session"
-        d.check(again)
+        retried = d.bound("again", 320)
+        other.prefill(retried)
+        assert d.received(retried)[0].ok, "tried again under the new session"
+        d.check(retried)
         before = d.copied()
         sleeper.wake()
         assert sleeper.line() == "ok"
@@ -209,5 +209,5 @@ def test_a_decode_engine_killed_and_started_again_is_used_without_a_restart_of_p
                 p.prefill(request)
                 until(lambda child=child, name=name: f"{name}=True" in child.ask("step"), "the child's request")
                 assert child.ask("check", name) == "ok"
-                p.over(request)
+                p.finish_and_free(request)
     assert threading.active_count() < 50

@@ -25,7 +25,7 @@ def test_the_longest_prompt_comes_whole_in_chunks(block: int) -> None:
         p.prefill(request, *[8192] * (LONGEST // 8192))
         assert all(report.ok for report in d.received(request, seconds=300.0))
         d.check(request)
-        p.over(request)
+        p.finish_and_free(request)
 
 
 @pytest.mark.parametrize("shape", ["tokens", "text", "chat"])

@@ -397,8 +397,8 @@ def test_a_layer_that_differs_is_named_with_both_values() -> None:
     ours, theirs = UNLIKE["fewer heads"], CacheModel("token", heads=4, layers=2, drafts=1, draft_heads=4)
     p, d = PrefillSite(ours, 1), DecodeSite(theirs, 1)
     with running(p, d):
-        found = mismatches(p.geometry, d.geometry)
-        assert list(map(str, found)) == [f"kv_heads of {ours.names[2]}: prefill 2, decode 4"]
+        differences = mismatches(p.geometry, d.geometry)
+        assert list(map(str, differences)) == [f"kv_heads of {ours.names[2]}: prefill 2, decode 4"]
 
 
 def test_another_draft_model_is_refused_with_both_names() -> None:
@@ -406,9 +406,13 @@ def test_another_draft_model_is_refused_with_both_names() -> None:
     p, d = PrefillSite(DRAFTED, 1), DecodeSite(other, 1)
     with running(p, d):
         request = d.bound("r", 23)
-        found = p.book.take(0.0, NewRequest("r", (23, request.reservation.prompt_hash), "push", request.reservation))
-        assert found is not None and found.code == "PD-GEO-001"
-        assert "draft model" in found.sentence and DRAFTED.drafter in found.sentence and other.drafter in found.sentence
+        refusal = p.book.take(0.0, NewRequest("r", (23, request.reservation.prompt_hash), "push", request.reservation))
+        assert refusal is not None and refusal.code == "PD-GEO-001"
+        assert (
+            "draft model" in refusal.sentence
+            and DRAFTED.drafter in refusal.sentence
+            and other.drafter in refusal.sentence
+        )
 
 
 def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:

@@ -104,7 +104,7 @@ def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None
         made = d.bound("one", sum(chunks), first=first)
         p.prefill(made, *chunks)
         d.complete(made)
-        p.over(made)
+        p.finish_and_free(made)
 
 
 def test_layers_that_are_unlike() -> None:
@@ -139,7 +139,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
         monkeypatch.setattr(TokenSplit, "locate", turned)
         p.prefill(made)
         assert {report.why.code for report in d.received(made)} == {"PD-WIRE-004"}
-        p.over(made)
+        p.finish_and_free(made)
 
 
 def test_exchanges_are_not_made_for_tokens_that_are_divided() -> None:

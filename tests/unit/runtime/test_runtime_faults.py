@@ -142,7 +142,7 @@ def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
         assert not report.ok
         before = d.copied()
         p.compute((request, 10))
-        p.over(request)
+        p.finish_and_free(request)
         assert d.holds(before), "nothing lands after the report"
         p.prefill(other)
         assert d.received(other)[0].ok
@@ -176,7 +176,7 @@ def test_a_decode_engine_that_never_listens_fails_the_push_at_once(caplog: pytes
         unused = Endpoint("127.0.0.1", 1)
         request.reservation = msgspec.structs.replace(request.reservation, endpoints=(unused,))
         p.prefill(request)
-        p.over(request)
+        p.finish_and_free(request)
         until(lambda: len([1 for stage, _ in events if stage == "push_closed"]) == 2, "both ends")
         closed = {facts["transfer"]: facts for stage, facts in events if stage == "push_closed"}
         failed = closed[str(request.reservation.transfer)]
@@ -191,7 +191,7 @@ def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> 
     with traced() as events, running(p, d):
         request = d.reserve("r", 30)  # D never steps
         p.prefill(request, 20, 10)
-        p.over(request)
+        p.finish_and_free(request)
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert closed[0]["ok"] is False and "no READY" in closed[0]["detail"]
 
@@ -203,7 +203,7 @@ def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
         request = d.reserve("r", 30, deadline_s=0.5)
         d.step()  # the gate never opens
         p.prefill(request)
-        p.over(request)
+        p.finish_and_free(request)
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert closed[0]["ok"] is False
         (report,) = d.received(request)
@@ -261,7 +261,7 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
         assert d.received(request)[0].why.code in ("PD-XFER-003", "" if at == "poll" else "PD-XFER-003")
         p.prefill(later)
         assert d.received(later)[0].why.code == "PD-XFER-003"
-        p.over(request, other, later)
+        p.finish_and_free(request, other, later)
         (worker,) = p.workers.values()
         assert list((worker.stats() or {})["levels"]["writers_dead"].values()) == [1]
         with pytest.raises(PdError, match="PD-XFER-007"):
@@ -286,7 +286,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
         p.compute((request, 30), (other, 30))
         assert d.received(request)[0].why.code == "PD-WIRE-005"
         e.complete(other)
-        p.over(request, other)
+        p.finish_and_free(request, other)
         later = e.bound("later", 9)
         p.prefill(later)
         assert e.received(later)[0].ok, "the writer lives"
@@ -322,7 +322,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
         p.compute((request, 30), (other, 30))
         assert d.received(request)[0].why.code == "PD-XFER-003"
         e.complete(other)
-        p.over(request, other)
+        p.finish_and_free(request, other)
 
 
 def test_what_was_decided_before_an_error_is_still_done() -> None:
@@ -335,7 +335,7 @@ def test_what_was_decided_before_an_error_is_still_done() -> None:
             pushes.abort(time.monotonic(), push.name, Failure("PD-XFER-002", "the test"))
             raise KeyError(push.name)
         assert d.received(request)[0].why.code == "PD-XFER-002"
-        p.over(request)
+        p.finish_and_free(request)
 
 
 class BrokenEvent:
@@ -486,7 +486,7 @@ def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> N
     with running(p, d):
         request = d.bound("r", 30)
         p.prefill(request)
-        p.over(request)
+        p.finish_and_free(request)
         assert time.monotonic() - wire.lost[0] >= 0.6
         (report,) = d.received(request)
         assert (report.ok, report.why.code) == (False, "PD-XFER-003")

@@ -43,7 +43,7 @@ def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forwar
             assert d.received(good)[0].ok
             assert not closed(events, ok=False), "the good one waited for the bad one's timeout"
             d.check(good)
-            p.over(bad, good)
+            p.finish_and_free(bad, good)
             assert len(closed(events, ok=False)) == 1
 
 
@@ -120,7 +120,7 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
         assert "authority" in closed(events)[0]["detail"]
         before = d.copied()
         p.compute((request, 20))
-        p.over(request)
+        p.finish_and_free(request)
         assert d.holds(before), "a write without authority"
         awake.set()
         assert not d.received(request)[0].ok
@@ -146,7 +146,7 @@ def test_engines_with_different_secrets_never_meet() -> None:
     with traced() as events, running(p, d):
         request = d.bound("r", 20, deadline_s=2.0)
         p.prefill(request)
-        p.over(request)
+        p.finish_and_free(request)
         assert "PD-SEC-003" in closed(events)[0]["detail"]
         assert not d.received(request)[0].ok
         assert not d.written(request)
@@ -196,11 +196,11 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
         release.set()
         awake.set()
         p.compute((request, 20))
-        p.over(request)
+        p.finish_and_free(request)
         assert d.holds(before), "it wrote after it was shut out"
-        later, again = d.reserve("later", 30), d.reserve("again", 30)
+        later, retried = d.reserve("later", 30), d.reserve("again", 30)
         d.step()
         other.prefill(later)
-        p.prefill(again)
-        assert all(report.ok for report in d.received(later, again)), "both are served under the new session"
-        d.check(later, again)
+        p.prefill(retried)
+        assert all(report.ok for report in d.received(later, retried)), "both are served under the new session"
+        d.check(later, retried)

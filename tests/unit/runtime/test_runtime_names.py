@@ -24,7 +24,7 @@ def test_a_name_that_led_to_another_decode_engine_does_so_no_longer_than_its_ans
     p, wanted = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1, push=named)
     other = DecodeSite(PLANES, 1, push=config(side_channel_port=port), hosts=(ELSEWHERE,))
     with running(p, wanted, other):
-        own, (load,) = pushed(p, other, "own", 9)  # so that it knows its own name
+        to_other, (load,) = pushed(p, other, "own", 9)  # so that it knows its own name
         assert load.ok
         names.addresses = [ELSEWHERE]
         _, (load,) = pushed(p, wanted, "lost", 9, deadline_s=1.0)
@@ -34,4 +34,4 @@ def test_a_name_that_led_to_another_decode_engine_does_so_no_longer_than_its_ans
         later, (load,) = pushed(p, wanted, "later", 9)
         assert load.ok
         wanted.check(later)
-        other.check(own)
+        other.check(to_other)

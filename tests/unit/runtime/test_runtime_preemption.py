@@ -28,19 +28,19 @@ TUPLES = CacheModel("token")
 
 
 @pytest.mark.parametrize("lost_after", [1, 2], ids=["one chunk", "two chunks"])
-@pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
-def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: bool) -> None:
+@pytest.mark.parametrize("device_held", [False, True], ids=["pushed", "not computed on the device yet"])
+def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, device_held: bool) -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 2, push=config(preempt_drain_s=20.0), device=device), DecodeSite(TUPLES, 1)
     with traced() as events, running(p, d):
-        if not held:
+        if not device_held:
             device.open.set()
         request, other = d.reserve("r", 30), d.reserve("other", 30)
         d.step()
         assert p.admit(request) is None
         for count in (11, 10)[:lost_after]:
             p.compute((request, count))
-        if held:
+        if device_held:
             until(
                 lambda: sum(stage == "ready" for stage, _ in events) >= 4, "READY of two ranks, reported by both sides"
             )
@@ -58,22 +58,22 @@ def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: 
             p.compute((request, count))
         assert d.received(request)[0].ok
         d.check(request, other)
-        p.over(request)
+        p.finish_and_free(request)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
-def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) -> None:
+@pytest.mark.parametrize("device_held", [False, True], ids=["pushed", "not computed on the device yet"])
+def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(device_held: bool) -> None:
     device = HeldDevice()
     p, d = (
         PrefillSite(TUPLES, 2, push=config(verify="off"), device=device),
         DecodeSite(TUPLES, 1, push=config(verify="off")),
     )
     with running(p, d):
-        if not held:
+        if not device_held:
             device.open.set()
         request = d.bound("r", 30)
         p.prefill(request, 20, 10)
-        if not held:
+        if not device_held:
             assert d.received(request)[0].ok
         lost = list(request.p_blocks)
         p.preempt(request)
@@ -82,19 +82,19 @@ def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) 
         device.open.set()
         p.compute((request, 30))
         (report,) = d.received(request)
-        assert report.ok != held, report
+        assert report.ok != device_held, report
         if report.ok:
             d.check(request)
-        p.over(request)
+        p.finish_and_free(request)
 
 
 def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_pushed() -> None:
     """Owners of tokens differ from step to step. A rank that finished before the preemption reports nothing more, so
     what the others would push in new steps does not match the missing part."""
-    model, held = CacheModel("latent", heads=1), HeldDevice()
+    model, slow_device = CacheModel("latent", heads=1), HeldDevice()
     done = HeldDevice()
     done.open.set()
-    p = PrefillSite(model, 2, push=config(verify="off"), device=lambda rank: (done, held)[rank])
+    p = PrefillSite(model, 2, push=config(verify="off"), device=lambda rank: (done, slow_device)[rank])
     d = DecodeSite(model, 1, push=config(verify="off"))
     with traced() as events, running(p, d):
         request, other = d.reserve("r", 64), d.reserve("other", 64)
@@ -106,13 +106,13 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
         p.preempt(request)
         for cache in p.caches.values():
             cache.scribble(lost, 99)
-        held.open.set()
+        slow_device.open.set()
         p.compute((other, 64), (request, 64))
         (report,) = d.received(request)
         if report.ok:
             d.check(request)
         d.complete(other)
-        p.over(request, other)
+        p.finish_and_free(request, other)
 
 
 def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
@@ -201,16 +201,16 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
         (report,) = d.received(request)
         assert not report.ok and report.why.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
         p.compute((request, 30))  # it goes on without being pushed
-        p.over(request)
+        p.finish_and_free(request)
 
 
 def test_a_push_that_starts_over_without_a_reported_loss_is_a_bug_and_says_so() -> None:
     """Otherwise its new blocks would be appended to the lost ones."""
     push = Push.of(PushStart("r", "push", reservation(D, 40)), D, (), (), ())
     push.tables[0].extend(np.arange(3, dtype=np.int32))
-    again = PushSlice("push", 0, 8, (np.array([5], dtype=np.int32),), restart=True, final=False)
+    restarted = PushSlice("push", 0, 8, (np.array([5], dtype=np.int32),), restart=True, final=False)
     with pytest.raises(LocalProtocolError, match="push push starts over"):
-        push.extend(2, again)
+        push.extend(2, restarted)
     push.forget()
-    push.extend(2, again)
+    push.extend(2, restarted)
     assert push.tables[0].known == 1

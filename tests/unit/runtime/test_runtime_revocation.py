@@ -76,7 +76,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
         until(lambda: _revoking(worker) == 0, "the end of it")
         release.set()
         awake.set()
-        p.over(request)
+        p.finish_and_free(request)
         later, (load,) = pushed(p, d, "later", 30)
         assert load.ok
         d.check(later)

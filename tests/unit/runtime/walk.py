@@ -63,7 +63,7 @@ def push(p: PrefillSite, d: DecodeSite, name: str, walk: Walk) -> str:
     walk.on = False
     d.outcomes[name] = reports
     d.collect()
-    p.over(request)
+    p.finish_and_free(request)
     return reports[0].why.code
 
 

@@ -73,15 +73,15 @@ class SchedulerPair:
 
     def started(self) -> Start:
         """Wait until it is decided how D's held request starts."""
-        found: list[Start] = []
+        starts: list[Start] = []
 
         def stepped() -> list[Start]:
             self.steps.take()
-            found.extend(self.d.book.take(0.0))
-            return found
+            starts.extend(self.d.book.take(0.0))
+            return starts
 
         until(stepped, "the last word of P")
-        return found[0]
+        return starts[0]
 
     def load(self, params: Any, name: str = D_ID) -> Any:
         asked = request(name, params)

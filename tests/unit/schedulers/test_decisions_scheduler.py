@@ -75,8 +75,8 @@ def test_chunks_of_a_request_become_slices() -> None:
         (4, 7, [8], False),
         (7, 10, [], True),
     ]
-    held, answer = scheduler.request_finished(asked, True)
-    assert held and answer == {
+    blocks_held, answer = scheduler.request_finished(asked, True)
+    assert blocks_held and answer == {
         "pd_push": {"prefill": scheduler.engine.incarnation, "fingerprint": scheduler.engine.fingerprint}
     }
     (start,) = first.starts
@@ -118,8 +118,8 @@ def test_both_runners_ways_to_resume_a_request(runner: str) -> None:
     scheduler.build_step(output([("r", 0, 8, [1, 2])]))
     assert scheduler.build_step(output(preempted={"r"})).preempted
     back = ("r", 0, 10, [5, 6, 7])
-    again = output(cached=[back], resumed={"r"}) if runner == "V1" else output([back])
-    (slice_,) = scheduler.build_step(again).slices
+    resumed = output(cached=[back], resumed={"r"}) if runner == "V1" else output([back])
+    (slice_,) = scheduler.build_step(resumed).slices
     assert slice_.restart and slice_.new_blocks[0].tolist() == [5, 6, 7] and (slice_.before, slice_.after) == (0, 10)
 
 
@@ -131,8 +131,8 @@ def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
         asked.kv_transfer_params = remote_decode(seal(reservation(asked), sealed_with))
         other.allocated(asked)
         assert other.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-        held, answer = other.request_finished(asked, True)
-        assert not held and answer is not None and answer["pd_push"]["code"] == "PD-SEC-003"
+        blocks_held, answer = other.request_finished(asked, True)
+        assert not blocks_held and answer is not None and answer["pd_push"]["code"] == "PD-SEC-003"
 
 
 GARBAGE: list[Any] = [
@@ -159,8 +159,8 @@ def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> 
     scheduler.allocated(asked)
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    held, answer = scheduler.request_finished(asked, True)
-    assert not held and answer is not None
+    blocks_held, answer = scheduler.request_finished(asked, True)
+    assert not blocks_held and answer is not None
     assert answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
     assert scheduler.request_finished(asked, True) == (False, None)
 
@@ -349,8 +349,8 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         cached = 4 if "code" in counts else 3
         assert asked.prefill_stats.num_cached_tokens == cached, "what came from P was computed there, or in its cache"
         engine = scheduler.engine
-        own = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
-        report = {"transfer": str(bind.transfer), "ticket": "t", **own, **counts}
+        identity = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
+        report = {"transfer": str(bind.transfer), "ticket": "t", **identity, **counts}
         assert scheduler.finished(asked.request_id) == {"pd_load": report}
         assert scheduler.finished(asked.request_id) is None
         until(lambda: server.reports, "the report")

@@ -75,8 +75,8 @@ def test_it_is_hung_up_when_the_request_ends() -> None:
 
 
 def read(params: dict[str, Any], name: str = D_ID) -> Any:
-    found = read_passing_router(params, name, ALLOWED)
-    return getattr(found, "code", found)
+    router = read_passing_router(params, name, ALLOWED)
+    return getattr(router, "code", router)
 
 
 def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
@@ -88,7 +88,7 @@ def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "found"),
+    ("changes", "name", "code"),
     [
         ({"metaserver": "http://10.0.0.2:8000/v1/metaserver"}, D_ID, "PD-META-001"),
         ({"metaserver": "http://10.0.0.1:8000/x/v1/metaserver"}, D_ID, "PD-META-001"),
@@ -108,9 +108,9 @@ def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_a_router_is_called_if_its_address_is_allowed_and_it_knows_the_request(
-    changes: dict[str, Any], name: str, found: str | None
+    changes: dict[str, Any], name: str, code: str | None
 ) -> None:
-    assert read({**GIVEN, **changes}, name) == found
+    assert read({**GIVEN, **changes}, name) == code
 
 
 def test_a_forged_router_is_said_once_and_the_prompt_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:

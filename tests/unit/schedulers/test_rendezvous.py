@@ -51,8 +51,8 @@ def test_p_prefills_for_another_engine_only_what_says_so(params: Any, wanted: bo
 @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["plain", "signed"])
 def test_p_first_its_answer_brings_d_to_it(secrets: Secrets | None) -> None:
     with pair(secrets) as both:
-        _, held, answer = both.prefilled()
-        assert held and answer is not None and answer["do_remote_prefill"] is True and answer["pd_push"]
+        _, blocks_held, answer = both.prefilled()
+        assert blocks_held and answer is not None and answer["do_remote_prefill"] is True and answer["pd_push"]
         bind = both.load(answer)
         until(lambda: both.news, "the offer at an idle P")
         step = both.p.build_step(output())
@@ -81,8 +81,8 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
         slices = [*step.computed, *step.slices]
         assert [(slice_.before, slice_.after) for slice_ in slices] == [(0, 4), (4, 10)][first == "D" :]
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        held, answer = both.p.request_finished(asked, True)
-        assert held and answer is not None and "source" not in answer
+        blocks_held, answer = both.p.request_finished(asked, True)
+        assert blocks_held and answer is not None and "source" not in answer
         both.steps.settled(bind.transfer)
 
 
@@ -139,8 +139,8 @@ def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
         bind = both.load({**both.address(), "remote_request_id": "router-1"})
         until(lambda: both.p.book.tracks(P_ID), "the binding")
         asked.status = RequestStatus.FINISHED_ABORTED
-        held, answer = both.p.request_finished(asked, False)
-        assert not held and answer is not None and "source" not in answer
+        blocks_held, answer = both.p.request_finished(asked, False)
+        assert not blocks_held and answer is not None and "source" not in answer
         assert both.steps.cancelled(bind.transfer) == "PD-XFER-002"
 
 
@@ -212,8 +212,8 @@ def test_p_holds_nothing_for_a_d_that_loads_nothing(how: str) -> None:
 def test_no_more_is_held_than_is_allowed_and_the_answer_says_so() -> None:
     with pair(p={"hold_sources": 1}) as both:
         assert both.prefilled()[1]
-        _, held, answer = both.prefilled(name="cmpl-router-2-0-aaaaaaaa")
-        assert not held and answer is not None
+        _, blocks_held, answer = both.prefilled(name="cmpl-router-2-0-aaaaaaaa")
+        assert not blocks_held and answer is not None
         assert answer["pd_push"]["code"] == "PD-META-028" and "source" not in answer
 
 
@@ -253,8 +253,8 @@ def sealed(secrets: Secrets | None = None, **changes: Any) -> str:
 
 
 def read(params: dict[str, Any], listeners: Any = (), secrets: Secrets | None = None, request_id: str = D_ID) -> Any:
-    found = read_meet(params, request_id, PROMPT, listeners, secrets)
-    return getattr(found, "code", found)
+    meeting = read_meet(params, request_id, PROMPT, listeners, secrets)
+    return getattr(meeting, "code", meeting)
 
 
 def test_a_signed_source_may_be_dialled_and_an_unsigned_one_only_where_it_is_allowed() -> None:

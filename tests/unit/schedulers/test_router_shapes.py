@@ -98,16 +98,16 @@ def as_json(value: Any) -> Any:
 
 
 def prefilled(both: SchedulerPair, params: Any, name: str) -> tuple[bool, Answer | None]:
-    _, held, answer = both.prefilled(as_json(params), name)
-    return held, as_json(answer)
+    _, blocks_held, answer = both.prefilled(as_json(params), name)
+    return blocks_held, as_json(answer)
 
 
 @each_serial
 def test_a_router_that_goes_to_p_first_has_its_answer_fetched(shape: Serial) -> None:
     of_p, of_d = shape.ids
     with pair(SECRETS) as both:
-        held, answer = prefilled(both, shape.prefill, of_p)
-        assert held and answer is not None and answer["do_remote_prefill"] is True, "Motor asks for it"
+        blocks_held, answer = prefilled(both, shape.prefill, of_p)
+        assert blocks_held and answer is not None and answer["do_remote_prefill"] is True, "Motor asks for it"
         assert "transfer_mode" not in answer, "llm-d's sidecar would then skip P's answer the next time"
         bind = both.load(as_json(shape.passes(answer)), of_d)
         until(lambda: both.news, "the offer at P")
@@ -122,8 +122,8 @@ def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
     of_p, of_d = shape.ids
     with pair(SECRETS, p={"hold_sources": 1}) as both:
         assert prefilled(both, shape.prefill, "cmpl-other-0-aaaaaaaa")[0]
-        held, answer = prefilled(both, shape.prefill, of_p)
-        assert not held and answer is not None and answer["pd_push"]["code"] == "PD-META-028"
+        blocks_held, answer = prefilled(both, shape.prefill, of_p)
+        assert not blocks_held and answer is not None and answer["pd_push"]["code"] == "PD-META-028"
         asked = request(of_d, as_json(shape.passes(answer)))
         assert both.d.wanted(asked, 0) == 0 and both.d.nap_budget() == 0
 
@@ -134,8 +134,8 @@ def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
 @pytest.mark.parametrize("params", [None, {}], ids=["none", "empty"])
 def test_a_router_that_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
     with pair(SECRETS) as both:
-        held, answer = prefilled(both, params, "cmpl-router-1-0-aaaaaaaa")
-        assert not held and answer is None and not both.p.book.counts()["held"]
+        blocks_held, answer = prefilled(both, params, "cmpl-router-1-0-aaaaaaaa")
+        assert not blocks_held and answer is None and not both.p.book.counts()["held"]
         assert both.d.wanted(request("cmpl-router-1-0-bbbbbbbb", params), 0) == 0
 
 
@@ -176,8 +176,8 @@ def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootst
 def test_smg_is_mooncake_s_words_in_the_order_p_first(site: BootstrapPair) -> None:
     """It waits for P, and then sends D the id that it gave P: D finds P's blocks by it."""
     to_p, to_d = legs(site, site.ask().json()["0"]["engine_id"])
-    held, _ = prefilled(site, to_p, OTHER_FRONT_END[0])
-    assert held
+    blocks_held, _ = prefilled(site, to_p, OTHER_FRONT_END[0])
+    assert blocks_held
     site.steps.settled(site.load(to_d, OTHER_FRONT_END[1]).transfer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
@@ -16,12 +17,12 @@ import numpy as np
 import pytest
 
 from tools import bench_load
-from tools.bench_load_parts import client, figures, loads, overload, plot, pushed
+from tools.bench_load_parts import client, destinations, figures, loads, overload, plot, pushed, systems
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
 from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
-from tools.bench_load_parts.pushed import PushedTurn
+from tools.bench_load_parts.pushed import PushedTurn, Used
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 
 LENGTHS = Lengths(prompt=512, answer=48, seconds=50.0)
@@ -46,23 +47,23 @@ def test_a_load_is_the_same_for_each_system_and_another_in_each_repeat() -> None
 
 @pytest.mark.parametrize(("prefix", "new"), [(0, 512), (90, 512 - 448)])
 def test_a_share_of_each_prompt_is_common_to_all(prefix: int, new: int) -> None:
-    found, chunk = loads.requests(LoadCase("rate", 0.8, prefix), LENGTHS, 0, 3.0, [])
-    assert new_tokens(found, chunk) == 512 + 39 * new
-    assert {(one.prompt, one.answer, len(one.chunks)) for one in found} == {(512, 48, 16)}
+    arrivals, chunk = loads.requests(LoadCase("rate", 0.8, prefix), LENGTHS, 0, 3.0, [])
+    assert new_tokens(arrivals, chunk) == 512 + 39 * new
+    assert {(one.prompt, one.answer, len(one.chunks)) for one in arrivals} == {(512, 48, 16)}
 
 
 def test_closed_loops_come_at_once_and_are_as_many_as_an_idle_engine_takes_seconds_for() -> None:
-    found, _ = loads.requests(LoadCase("clients", 4), LENGTHS, 0, 2.5, [])
-    assert len(found) == 20 and {one.at for one in found} == {0.0}
+    arrivals, _ = loads.requests(LoadCase("clients", 4), LENGTHS, 0, 2.5, [])
+    assert len(arrivals) == 20 and {one.at for one in arrivals} == {0.0}
     assert len(loads.requests(LoadCase("clients", 16), LENGTHS, 0, 25.0, [])[0]) == 32
 
 
 def test_a_trace_is_cut_after_the_seconds_of_a_point() -> None:
     trace = [Arrival(10.0 * number, 1024, 64, (1, number)) for number in range(30)]
     lengths = Lengths(512, 48, 50.0, trace_lengths=0.25)
-    found, chunk = loads.requests(LoadCase("trace", 2.0), lengths, 0, 3.0, trace)
-    assert chunk == 128 and [one.at for one in found] == [5.0 * number for number in range(11)]
-    assert {(one.prompt, one.answer) for one in found} == {(256, 16)}
+    arrivals, chunk = loads.requests(LoadCase("trace", 2.0), lengths, 0, 3.0, trace)
+    assert chunk == 128 and [one.at for one in arrivals] == [5.0 * number for number in range(11)]
+    assert {(one.prompt, one.answer) for one in arrivals} == {(256, 16)}
 
 
 def test_systems_take_turns() -> None:
@@ -81,20 +82,20 @@ def test_figures_of_chats_are_those_of_vllm_s_client() -> None:
         TimedRequest(1.5, (), 1),
         TimedRequest(error="HTTP 503"),
     ]
-    found = figures.of_requests(seen, 10.0, Limits(2.0, 0.2))
-    assert found["request_goodput"] == pytest.approx(0.2) and found["request_throughput"] == pytest.approx(0.4)
-    assert (found["completed"], found["failed"], found["errors"]) == (4, 1, ["HTTP 503"])
-    assert found["p50_tpot_ms"] == pytest.approx(100.0) and found["p99_itl_ms"] == pytest.approx(900.0)
-    assert found["p90_ttft_ms"] == pytest.approx(float(np.percentile([1.0, 3.0, 1.0, 1.5], 90)) * 1e3)
-    assert found["output_throughput"] == pytest.approx(1.6)
-    assert set(figures.KEYS) <= found.keys()
+    values = figures.of_requests(seen, 10.0, Limits(2.0, 0.2))
+    assert values["request_goodput"] == pytest.approx(0.2) and values["request_throughput"] == pytest.approx(0.4)
+    assert (values["completed"], values["failed"], values["errors"]) == (4, 1, ["HTTP 503"])
+    assert values["p50_tpot_ms"] == pytest.approx(100.0) and values["p99_itl_ms"] == pytest.approx(900.0)
+    assert values["p90_ttft_ms"] == pytest.approx(float(np.percentile([1.0, 3.0, 1.0, 1.5], 90)) * 1e3)
+    assert values["output_throughput"] == pytest.approx(1.6)
+    assert set(figures.KEYS) <= values.keys()
 
 
 def test_computed_and_written_are_counted_over_a_point() -> None:
     before = {"computed": 100.0, "written": 5e6, "lacked": 10.0}
     after = {"computed": 1150.0, "written": 5e6 + 300 * 1024, "lacked": 310.0}
-    found = figures.counted(before, after, 1000, 1024)
-    assert found == {"computed_per_new": pytest.approx(1.05), "bytes_per_lacked": pytest.approx(1.0)}
+    ratios = figures.counted(before, after, 1000, 1024)
+    assert ratios == {"computed_per_new": pytest.approx(1.05), "bytes_per_lacked": pytest.approx(1.0)}
     assert figures.counted({"computed": 1.0}, {"computed": 3.0}, 1, 1024) == {"computed_per_new": 2.0}
 
 
@@ -137,8 +138,8 @@ def test_the_plot_has_a_panel_for_each_share_a_line_for_each_system_and_a_bar_fo
     ys = [float(pair.split(",")[1]) for pair in lines[0].get("points", "").split()]
     assert ys == sorted(ys, reverse=True) and len(set(ys)) == 3  # more is higher
     width, height = (float(root.get(name, "")) for name in ("width", "height"))
-    places = [tuple(map(float, one)) for one in re.findall(r'c[x]="([\d.]+)" cy="([\d.]+)"', picture)]
-    assert all(0 < x < width and 0 < y < height for x, y in places)
+    circles = [tuple(map(float, one)) for one in re.findall(r'c[x]="([\d.]+)" cy="([\d.]+)"', picture)]
+    assert all(0 < x < width and 0 < y < height for x, y in circles)
 
 
 @pytest.mark.parametrize(("most", "step"), [(0.0, 1.0), (0.8, 0.1), (1.2, 0.2), (7.0, 1.0), (30.0, 5.0), (100.0, 10.0)])
@@ -160,10 +161,10 @@ def test_a_run_goes_on_with_the_points_that_are_missing(tmp_path: Path) -> None:
     first.add(point("a", 0.5, 0, 0.4, ttfts=[1.0] * 999, errors=["x" * 1000] * 9))
     with (tmp_path / "points.jsonl").open("a") as out:
         out.write('{"system": "b", "case": {"ki')  # it was ended in the middle of a line
-    again = KeptPoints(tmp_path, settings)
+    resumed = KeptPoints(tmp_path, settings)
     case = LoadCase("rate", 0.5)
-    assert again.has("a", case, 0) and not again.has("b", case, 0) and not again.has("a", case, 1)
-    again.add(point("b", 0.5, 0, 0.3))
+    assert resumed.has("a", case, 0) and not resumed.has("b", case, 0) and not resumed.has("a", case, 1)
+    resumed.add(point("b", 0.5, 0, 0.3))
     third = KeptPoints(tmp_path, settings)
     assert [(one.system, one.figures["request_goodput"]) for one in third.points] == [("a", 0.4), ("b", 0.3)]
     assert "ttfts" not in third.points[0].figures and len(third.points[0].figures["errors"]) == 3
@@ -212,18 +213,43 @@ def test_gaps_are_those_of_one_stream_within_a_phase() -> None:
 
 
 def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
+    four = pushed.Phase(4)
     slow, fast = (
-        PushedTurn(8, {0: [factor * 0.02] * 99, 4: [factor * 0.02] * 50 + [factor * 0.03] * 49}, {0: 0, 4: 7})
-        for factor in (2.0, 1.0)
+        PushedTurn(
+            8,
+            {pushed.NONE: [x * 0.02] * 96, four: [x * 0.02] * 50 + [x * 0.03] * 46},
+            {pushed.NONE: 0, four: 7},
+            {pushed.NONE: Used(0.12, 0.06), four: Used(x * 0.24, 0.12)},
+        )
+        for x in (2.0, 1.0)
     )
-    assert slow.ratio(4, 50) == fast.ratio(4, 50) == pytest.approx(1.0)
-    assert slow.ratio(4, 99) == fast.ratio(4, 99) == pytest.approx(1.5)
+    assert slow.ratio(four, 50) == fast.ratio(four, 50) == pytest.approx(1.0)
+    assert slow.ratio(four, 99) == fast.ratio(four, 99) == pytest.approx(1.5)
     rows = pushed.table([("a", slow), ("a", fast)], NAMES)
     assert rows[2:] == [
-        "| (a) one & the same | 8 | 0 | 0 | 30.0 | 30.0 |  |  |",
-        "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
+        "| (a) one & the same | 8 | 0 | 0 | 30.0 | 30.0 | 10.0, 5.0 |  |  |",
+        "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 30.0, 10.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
     ]
     assert [list(pushed.rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
+
+
+def test_a_push_is_compared_with_the_same_prompts_on_p_alone() -> None:
+    four, alone = pushed.Phase(4), pushed.Phase(4, False)
+    gaps, answered = {pushed.NONE: [0.02], four: [0.03], alone: [0.025]}, {pushed.NONE: 0, four: 7, alone: 9}
+    turn = PushedTurn(1, gaps, answered, dict.fromkeys(gaps, Used(0.018, 0.001)))
+    assert pushed.table([("a", turn)], NAMES)[2:] == [
+        "| (a) one & the same | 1 | 0 | 0 | 20.0 | 20.0 | 18.0, 1.0 |  |  |  |",
+        "| (a) one & the same | 1 | 4 on P alone | 9 | 25.0 | 25.0 | 18.0, 1.0 | 1.25 (1.25–1.25) | 1.25 (1.25–1.25) |  |",
+        "| (a) one & the same | 1 | 4 | 7 | 30.0 | 30.0 | 18.0, 1.0 | 1.50 (1.50–1.50) | 1.50 (1.50–1.50) | 1.20 (1.20–1.20) |",
+    ]
+
+
+def test_a_step_of_p_is_compared_with_one_without_a_push_in_the_same_turn() -> None:
+    assert destinations.table([{0: 2048.0, 1: 2000.0, 8: 1024.0}, {0: 1024.0, 1: 1000.0, 8: 1024.0}])[2:] == [
+        "| none | 1536 | 1333 |  |",
+        "| 1 | 1500 | 1365 | 1.02 (1.02–1.02) |",
+        "| 8 | 1024 | 2000 | 1.50 (1.00–2.00) |",
+    ]
 
 
 # -- overload
@@ -281,3 +307,14 @@ def test_times_under_overload_are_ratios_to_those_at_the_limit_of_the_same_turn(
     assert rows[2].startswith("| at the limit | 32 | 32 | 2.00 (2.00–2.00) | 0 | 0 | 2.00, 2.00 | 200, 200 |  |  |")
     ratios = "1.50 (1.50–1.50), 1.50 (1.50–1.50) | 1.20 (1.20–1.20), 1.20 (1.20–1.20) | 0%"
     assert rows[3] == f"| 10 times | 400 | 32 | 2.00 (2.00–2.00) | 354 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"
+
+
+@pytest.mark.parametrize(
+    ("have", "alone", "rest"),
+    [({0, 1}, "", [0, 1]), ({0, 1}, "p", [1]), ({4, 5, 6}, "d", [4, 6]), ({0, 1, 2, 3}, "d", [2, 3])],
+)
+def test_neither_router_nor_client_runs_where_a_side_has_a_core_to_itself(
+    have: set[int], alone: str, rest: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: have)
+    assert systems.cores(alone) == (sorted(have)[:2], rest)

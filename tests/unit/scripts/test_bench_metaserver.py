@@ -26,12 +26,12 @@ def test_the_speed_of_each_system_is_printed_and_what_it_adds_over_the_engine() 
     words = ["--streams", "2", "--rounds", "1", "--seconds", "0.3", "--skip", "memory", "saturation"]
     head, *rows = printed("-m", "tools.bench_metaserver", *words, "--systems", "metaserver", "example", "engine alone")
     head = [cell.strip() for cell in head]
-    found = {(row[0].strip(), row[1]): dict(zip(head, row, strict=True)) for row in rows}
-    assert set(found) == {
+    speeds = {(row[0].strip(), row[1]): dict(zip(head, row, strict=True)) for row in rows}
+    assert set(speeds) == {
         *(("whole", name) for name in ("metaserver", "example")),
         *(("relay", name) for name in ("metaserver", "example", "engine alone")),
     }
-    for (_, name), row in found.items():
+    for (_, name), row in speeds.items():
         assert float(row["requests/s"]) > 0
         for figure in ("added p50 ms", "added p99 ms"):
             assert row[figure] == "–" if name == "engine alone" else float(row[figure]) < 1e4

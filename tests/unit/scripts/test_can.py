@@ -34,8 +34,8 @@ def test_a_base_is_what_the_releases_own_code_says(pin: sdist.Pin, base: Base) -
         path = sdist.ensure(pin)
     except sdist.Unreachable as problem:
         pytest.skip(str(problem))
-    found = Base.of(pin.version, sdist.read(path, "", (".py", bases.RECIPE)))
-    assert replace(found, schedulers=()) == base
+    base_in_code = Base.of(pin.version, sdist.read(path, "", (".py", bases.RECIPE)))
+    assert replace(base_in_code, schedulers=()) == base
 
 
 def test_a_mark_follows_the_record_then_the_tests_then_admission() -> None:
@@ -90,7 +90,7 @@ def test_what_ran_on_a_cpu_has_a_test_and_a_good_record() -> None:
 def test_the_page_names_the_marks_and_the_bases_in_their_order() -> None:
     page = matrix.PAGE.read_text()
     before = page.partition("## Can I?")[2].partition("<!--")[0]
-    places = [before.find(f" {name}") for name in can.BASES]
-    assert places == sorted(places) and min(places) > 0
+    positions = [before.find(f" {name}") for name in can.BASES]
+    assert positions == sorted(positions) and min(positions) > 0
     assert all(f"{mark} " in before for mark in (can.RAN, can.TESTED, can.STARTS, can.REFUSED, "–"))
     assert page.index("## Can I?") < page.index("## Runs")

@@ -21,7 +21,7 @@ OURS, LAYERWISE, PULL = (contender.connector for contender in CONTENDERS)
 
 
 def test_a_line_for_each_result_in_the_order_of_the_run() -> None:
-    found = {
+    results = {
         PULL: {
             "TP 1 → 1: answers right": "8 of 8",
             "P killed": "an error",
@@ -34,7 +34,7 @@ def test_a_line_for_each_result_in_the_order_of_the_run() -> None:
             "TP 2 → 1: median": "0.20 s",
         },
     }
-    assert table(found) == [
+    assert table(results) == [
         f"| | {OURS} | {PULL} |",
         "|---|---|---|",
         "| TP 1 → 1: answers right | 8 of 8 | 8 of 8 |",

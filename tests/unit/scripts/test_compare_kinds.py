@@ -16,9 +16,9 @@ ONE, OTHER, THIRD = list(CASES)[:3]
 def test_the_page_takes_what_ran_and_keeps_the_rest() -> None:
     kept = f"| {CASES[OTHER].title} | right | **wrong** | refused | 1111111 |"
     page = f"before\n{MARKS.begin}\n| an older head |\n|---|\n| {CASES[ONE].title} | a | b | c | 1111111 |\n{kept}\n{MARKS.end}\nafter\n"
-    found = {f"{ONE} {name}": f"right with {name}" for name in CONNECTORS}
-    found |= {f"{OTHER} ours": "right", f"{THIRD} ours": "right"}  # two cells of these are missing
-    made = MARKS.filled(page, table(found, page, "2222222"))
+    results = {f"{ONE} {name}": f"right with {name}" for name in CONNECTORS}
+    results |= {f"{OTHER} ours": "right", f"{THIRD} ours": "right"}  # two cells of these are missing
+    made = MARKS.filled(page, table(results, page, "2222222"))
     head, rule, *lines = MARKS.split(made)[1].splitlines()
     assert head.count("|") == rule.count("|") == len(CONNECTORS) + 3
     assert lines == [

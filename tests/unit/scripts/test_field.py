@@ -120,10 +120,10 @@ def test_a_whole_command_names_its_model_itself() -> None:
 
 def test_flags_that_vllm_does_not_know_or_take_are_listed_and_the_rest_counts() -> None:
     words = ["--of-theirs", "1", "two", "--tensor-parallel_size=4", "--no-enable-prefix_caching"]
-    found = field.parse([*words, "--kv-cache-dtype", "int5", "--enforce-eager"])
-    assert found.unknown == ("--of-theirs", "--kv-cache-dtype int5")
-    assert found.parsed.tensor_parallel_size == 4 and found.parsed.enforce_eager
-    assert found.parsed.enable_prefix_caching is False
+    parsed_line = field.parse([*words, "--kv-cache-dtype", "int5", "--enforce-eager"])
+    assert parsed_line.unknown == ("--of-theirs", "--kv-cache-dtype int5")
+    assert parsed_line.parsed.tensor_parallel_size == 4 and parsed_line.parsed.enforce_eager
+    assert parsed_line.parsed.enable_prefix_caching is False
 
 
 def test_what_admission_reads_is_what_vllms_own_configuration_says() -> None:
@@ -432,8 +432,8 @@ def test_a_block_of_entries_is_counted_in_entries_or_in_tokens() -> None:
     for newer, sizes in ((False, {128}), (True, {512, 128 * 128})):
         first, second, *_ = made = compressed.groups([0, 0, 4, 128, 4, 128], newer=newer)
         assert {spec.block_size for spec in (*first.values(), *second.values())} == sizes
-        found = compressed.tensors(made, 128, 2)
-        assert found["model.layers.2.self_attn.attn"][0].shape == (2, 128, 1, 512)
+        caches = compressed.tensors(made, 128, 2)
+        assert caches["model.layers.2.self_attn.attn"][0].shape == (2, 128, 1, 512)
         assert {type(spec).__name__ for spec in first.values()} == {"AscendMLAAttentionSpec"}
 
 
@@ -507,7 +507,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("wanted", "stand_in"),
     [
         (needs({"full"}, ""), "`plain`"),
         (needs({"full"}, "", ranks=8), "`ranks`"),
@@ -531,8 +531,8 @@ SMALL = {
         "a kind that no set has",
     ],
 )
-def test_sets_of_engines_stand_for_a_configuration(wanted: Needs, found: str) -> None:
-    assert stands(wanted, SMALL) == found
+def test_sets_of_engines_stand_for_a_configuration(wanted: Needs, stand_in: str) -> None:
+    assert stands(wanted, SMALL) == stand_in
 
 
 def test_a_set_is_known_by_its_models_kinds_and_its_modes() -> None:

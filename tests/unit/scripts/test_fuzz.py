@@ -21,12 +21,12 @@ INPUTS = 40_000
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, dict[str, int]]:
-    return {name: dict(found) for name, found in fuzz.run([], INPUTS, seed=2026, progress_s=1e9).items()}
+    return {name: dict(counts) for name, counts in fuzz.run([], INPUTS, seed=2026, progress_s=1e9).items()}
 
 
 def test_no_decoder_crashes_and_nothing_forged_is_accepted(ends: dict[str, dict[str, int]]) -> None:
-    assert sum(sum(found.values()) for found in ends.values()) >= INPUTS * 0.99
-    assert not [name for name, found in ends.items() if found.get(ACCEPTED)]
+    assert sum(sum(counts.values()) for counts in ends.values()) >= INPUTS * 0.99
+    assert not [name for name, counts in ends.items() if counts.get(ACCEPTED)]
 
 
 @pytest.mark.parametrize("name", [target.name for target in TARGETS])

@@ -60,7 +60,7 @@ def test_the_readmes_tables_are_of_the_same_source() -> None:
 def features(file: Path) -> set[str]:
     """Return what a file's calls of not_proven name; … stands for what they insert, unless it is a constant's name."""
     constants = {"GROUPED": GROUPED}
-    found = set()
+    names = set()
 
     def said(node: ast.expr, variables: dict[str, ast.expr]) -> str:
         if isinstance(node, ast.Constant):
@@ -83,8 +83,8 @@ def features(file: Path) -> set[str]:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 variables[node.targets[0].id] = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "not_proven":
-                found.add(re.sub("…+", "…", said(node.args[0], variables)))
-    return found
+                names.add(re.sub("…+", "…", said(node.args[0], variables)))
+    return names
 
 
 def test_each_refusal_in_the_code_has_its_reason_on_the_page_and_no_other() -> None:
@@ -109,7 +109,7 @@ def test_what_the_readme_says_of_engines_has_rows_whose_recorded_result_is_good(
 
 
 @pytest.mark.parametrize(
-    ("result", "vllm", "found"),
+    ("result", "vllm", "expected"),
     [
         ("9 passed", "0.23.0", ("0.23",)),
         ("9 passed", "0.23.0, 0.30.0", ("0.30",)),
@@ -117,9 +117,9 @@ def test_what_the_readme_says_of_engines_has_rows_whose_recorded_result_is_good(
         ("has not run", "0.30.0", ()),
     ],
 )
-def test_a_set_ran_with_the_releases_of_its_rows_good_record(result: str, vllm: str, found: tuple[str, ...]) -> None:
+def test_a_set_ran_with_the_releases_of_its_rows_good_record(result: str, vllm: str, expected: tuple[str, ...]) -> None:
     lines = {ROWS[0].name: {matrix.RESULT: result, matrix.VLLM: vllm}}
-    assert matrix.releases(lines, ROWS[0], "0.30") == found
+    assert matrix.releases(lines, ROWS[0], "0.30") == expected
 
 
 @pytest.mark.parametrize(

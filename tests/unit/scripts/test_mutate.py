@@ -61,8 +61,8 @@ def test_each_kind_of_change_is_made() -> None:
 
 def test_what_is_drawn_is_the_same_for_a_seed_parses_and_is_another_program() -> None:
     folders = ["protocol", "geometry"]
-    first, again = mutate.drawn(folders, 60, 7), mutate.drawn(folders, 60, 7)
-    assert first == again and first != mutate.drawn(folders, 60, 8)
+    first, second = mutate.drawn(folders, 60, 7), mutate.drawn(folders, 60, 7)
+    assert first == second and first != mutate.drawn(folders, 60, 8)
     for mutant in first:
         text = (mutate.ROOT / mutant.path).read_text()
         assert text[mutant.begin : mutant.end] == mutant.before
@@ -71,8 +71,8 @@ def test_what_is_drawn_is_the_same_for_a_seed_parses_and_is_another_program() ->
 
 def test_each_folder_has_its_share() -> None:
     drawn = mutate.drawn(mutate.USUAL, 40, 7)
-    places = [mutant.path.removeprefix("vllm_ascend_pd/") for mutant in drawn]
-    assert all(sum(place.startswith(folder) for place in places) == 5 for folder in mutate.USUAL)
+    paths = [mutant.path.removeprefix("vllm_ascend_pd/") for mutant in drawn]
+    assert all(sum(place.startswith(folder) for place in paths) == 5 for folder in mutate.USUAL)
 
 
 def test_a_change_is_looked_for_by_the_lines_of_its_statement() -> None:

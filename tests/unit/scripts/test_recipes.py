@@ -26,14 +26,14 @@ def engines(recipe: FieldRecipe) -> list[field.Judged]:
     section = recipes.PAGE.read_text().partition(f"\n## {recipe.title}\n")[2].partition("\n## ")[0]
     block = section.partition("```\n")[2].partition("```")[0].replace("\\\n", "")
     known = replace(field.known_models(), base=can.OLD if recipe.older else can.NEW)
-    found = []
+    verdicts = []
     for line in block.splitlines():
         words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
         if words[0] == "vllm":
             judged = field.judge(field.Command(words[2], tuple(words[3:])), known)
             assert not judged.unknown, line
-            found.append(judged)
-    return found
+            verdicts.append(judged)
+    return verdicts
 
 
 def test_the_page_is_what_is_printed() -> None:
@@ -43,16 +43,16 @@ def test_the_page_is_what_is_printed() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
 def test_p_and_d_of_a_recipe_would_start_and_fit_each_other(recipe: FieldRecipe) -> None:
-    found = engines(recipe)
-    assert len(found) == recipe.p.hosts + recipe.d.hosts
-    assert not [refused for one in found for refused in one.refusals]
-    (p,), (d,) = ({one.geometry for one in found if one.role == role} for role in ("P", "D"))
+    verdicts = engines(recipe)
+    assert len(verdicts) == recipe.p.hosts + recipe.d.hosts
+    assert not [refused for one in verdicts for refused in one.refusals]
+    (p,), (d,) = ({one.geometry for one in verdicts if one.role == role} for role in ("P", "D"))
     assert p is not None and d is not None and not field.mismatches(p, d)
     planned = recipes.planned(recipe)
     if planned and not recipe.draft:  # `plan` knows a draft of the model's own heads alone
         assert planned["mode"] == decide(p, d, "auto", MIN_SPAN).mode
     for role, sized in (("P", recipe.p), ("D", recipe.d)):
-        assert {(one.tp, one.dp) for one in found if one.role == role} == {(sized.tp, sized.dp)}
+        assert {(one.tp, one.dp) for one in verdicts if one.role == role} == {(sized.tp, sized.dp)}
         assert sized.tp * sized.dp in (sized.hosts * recipes.NPUS, recipes.NPUS), "no NPU is left"
 
 
@@ -82,8 +82,8 @@ def test_sizes_are_those_of_vllm_ascends_own_configurations() -> None:
         named = {field_page.name_of(PurePosixPath(name)): text for name, text in texts.items() if "kv_producer" in text}
         for recipe in RECIPES:
             if recipe.older == (pin is sdist.OLDER):
-                found = {sized_of(command) for command in field.commands(named[recipe.configuration])}
-                assert found == {("kv_producer", recipe.p), ("kv_consumer", recipe.d)}, recipe.title
+                sizes = {sized_of(command) for command in field.commands(named[recipe.configuration])}
+                assert sizes == {("kv_producer", recipe.p), ("kv_consumer", recipe.d)}, recipe.title
                 assert {command.model for command in field.commands(named[recipe.configuration])} == {recipe.model}
 
 

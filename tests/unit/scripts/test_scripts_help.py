@@ -40,8 +40,8 @@ def state(clone: Path) -> dict[Path, int]:
     A folder's time also changes with the compiled modules that other tests' imports put there.
     """
     roots = (clone, *(ROOT / name for name in ("docs", "tools", "vllm_ascend_pd")), Path(sys.prefix) / ".stamps")
-    found = (path for root in roots for path in root.rglob("*") if "__pycache__" not in path.parts)
-    return {path: 0 if path.is_dir() else path.lstat().st_mtime_ns for path in found}
+    paths = (path for root in roots for path in root.rglob("*") if "__pycache__" not in path.parts)
+    return {path: 0 if path.is_dir() else path.lstat().st_mtime_ns for path in paths}
 
 
 def shown(clone: Path, name: str, *words: str) -> str:
@@ -61,14 +61,14 @@ def shown(clone: Path, name: str, *words: str) -> str:
 def flags(name: str) -> set[str]:
     """Return the flags of a script: of its table, of its `case`, and of the parsers of its programs."""
     text = TYPED[name] + ((ROOT / "scripts/engine.sh").read_text() if "engine.sh" in TYPED[name] else "")
-    found = {f"--{flag}" for flag in re.findall(r'"([a-z][a-z-]*)[*!]?\|', text)} - NOT_OF.get(name, set())
-    found |= set(re.findall(r"^ +(--[a-z-]+)\)", TYPED[name], re.MULTILINE))
+    accepted = {f"--{flag}" for flag in re.findall(r'"([a-z][a-z-]*)[*!]?\|', text)} - NOT_OF.get(name, set())
+    accepted |= set(re.findall(r"^ +(--[a-z-]+)\)", TYPED[name], re.MULTILINE))
     for module in re.findall(
         r"(?:tools[./]|simulation\.)[a-z_.]+", re.sub(r"^#.*", "", TYPED[name], flags=re.MULTILINE)
     ):
         path = module.removesuffix(".py").replace(".", "/") + ".py"
-        found |= of_parser((ROOT / path if (ROOT / path).is_file() else ROOT / "tests" / path).read_text())
-    return found
+        accepted |= of_parser((ROOT / path if (ROOT / path).is_file() else ROOT / "tests" / path).read_text())
+    return accepted
 
 
 def of_parser(source: str) -> set[str]:

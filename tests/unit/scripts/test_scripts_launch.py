@@ -113,12 +113,12 @@ class Launch:
 
 def marked(mark: str) -> list[int]:
     """Return processes whose command line has the mark: those that this test started."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 Start = Callable[..., Launch]
@@ -226,7 +226,7 @@ def test_a_process_that_ignores_the_stop_is_killed_after_the_grace_time_and_name
 def test_a_port_that_is_in_use_is_named_and_nothing_starts(launch: Start) -> None:
     first = launch()
     first.until("all ready")
-    again = subprocess.run(
+    second = subprocess.run(
         [SCRIPT, "--model", "m", "--port-base", str(first.base), "--log-dir", first.log_dir / "again"],
         env=os.environ | {"PD_PYTHON": str(first.output.parent / "python"), "PD_DEVICE": "cpu"},
         check=False,
@@ -234,9 +234,9 @@ def test_a_port_that_is_in_use_is_named_and_nothing_starts(launch: Start) -> Non
         text=True,
         timeout=DEADLINE,
     )
-    assert again.returncode == 1
-    assert f"port {first.base} is already served" in again.stdout
-    assert "started" not in again.stdout
+    assert second.returncode == 1
+    assert f"port {first.base} is already served" in second.stdout
+    assert "started" not in second.stdout
     first.interrupt()
 
 

@@ -83,7 +83,7 @@ def test_each_test_of_a_file_that_is_divided_is_in_one_part(tests: Path) -> None
     (tests / "integration/test_cover.py").write_text(
         f"import pytest\n@pytest.mark.parametrize('x', range(8), ids={[i[1:-1] for i in ids]})\ndef test_cell(x): pass\n"
     )
-    found = []
+    collected = []
     for name, words in parts(tests).items():
         if name.startswith("integration/cover"):
             listed = subprocess.run(
@@ -94,8 +94,8 @@ def test_each_test_of_a_file_that_is_divided_is_in_one_part(tests: Path) -> None
                 check=True,
                 timeout=120,
             )
-            found.append([line.partition("test_cell")[2] for line in listed.stdout.splitlines() if "::" in line])
-    assert found == [ids[:3], ids[3:4], ids[4:5], ids[5:6], ids[6:]]
+            collected.append([line.partition("test_cell")[2] for line in listed.stdout.splitlines() if "::" in line])
+    assert collected == [ids[:3], ids[3:4], ids[4:5], ids[5:6], ids[6:]]
 
 
 def test_what_failed_runs_again_and_what_was_good_does_not(tests: Path) -> None:

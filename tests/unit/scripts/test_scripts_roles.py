@@ -109,8 +109,8 @@ def test_every_variable_that_help_names_does_what_its_flag_does(role: str) -> No
 
 @pytest.mark.parametrize("role", ENGINES)
 def test_a_flag_wins_over_the_environment(role: str) -> None:
-    own = {"prefill": "PD_P_TP", "decode": "PD_D_TP"}[role]
-    assert dry(role, "--model", "m", "--tp", "4", **{own: "2"}).value("--tensor-parallel-size") == "4"
+    variable = {"prefill": "PD_P_TP", "decode": "PD_D_TP"}[role]
+    assert dry(role, "--model", "m", "--tp", "4", **{variable: "2"}).value("--tensor-parallel-size") == "4"
 
 
 @pytest.mark.parametrize(
@@ -153,16 +153,16 @@ def test_prefill_is_a_producer_and_decode_a_consumer_with_its_metaservers() -> N
 
 @pytest.mark.parametrize("role", ENGINES)
 def test_the_connector_accepts_the_configuration_that_the_flags_make(role: str, tmp_path: Path) -> None:
-    own = ("--side-channel-port", "7000") if role == "decode" else ()
+    port_flags = ("--side-channel-port", "7000") if role == "decode" else ()
     config = dry(
         role, "--model", "m", "--secret-file", str(tmp_path / 'odd "name"'), "--verify", "full", "--trace-dir", "relative",
-        *own, "--mooncake-protocol", "tcp", "--set", "lease_s=10", "--set", "regroup=never",
+        *port_flags, "--mooncake-protocol", "tcp", "--set", "lease_s=10", "--set", "regroup=never",
         "--set", "patient=false",
     ).push_config  # fmt: skip
     assert config.channel.secret_file == str(tmp_path / 'odd "name"')
     assert config.wire.verify == "full"
     assert Path(config.observe.trace_dir).is_absolute(), "engines change their directory"
-    assert config.channel.side_channel_port == (7000 if own else 0)
+    assert config.channel.side_channel_port == (7000 if port_flags else 0)
     assert config.timers.lease_s == 10.0
     assert config.regroup.regroup == "never"
     assert config.observe.patient is False
@@ -329,12 +329,12 @@ def test_what_is_declared_in_the_package_is_not_said_again_in_a_table(role: str,
     shown = re.findall(
         r"^  --([a-z-]+)[^\n]*\n +([^\n]*)\n +\[PD_[A-Z_]+, default: ([^\]]*)\]", run(role, "--help").stdout, re.M
     )
-    found = {name: (meaning, default) for name, meaning, default in shown if name in declared}
-    assert len(found) == count
-    for name, (meaning, default) in found.items():
-        own = name in ("prefill", "decode")  # the script has addresses where the program has none
+    described = {name: (meaning, default) for name, meaning, default in shown if name in declared}
+    assert len(described) == count
+    for name, (meaning, default) in described.items():
+        has_own_default = name in ("prefill", "decode")  # the script has addresses where the program has none
         assert meaning == declared[name][0].removesuffix(" (metaserver only)") and (
-            own or default == (declared[name][1].strip('"') or "not set")
+            has_own_default or default == (declared[name][1].strip('"') or "not set")
         ), name
 
 

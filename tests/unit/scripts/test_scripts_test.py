@@ -67,10 +67,10 @@ def arguments(clone: Path, *words: str, **more: str) -> list[str]:
     ("flag", "selection", "ascend"), [("", WORKING, False), ("--ci", CI, True), ("--all", ALL, True)]
 )
 def test_each_tier_selects_more_than_the_one_before(clone: Path, flag: str, selection: list[str], ascend: bool) -> None:
-    found = arguments(clone, *([flag] if flag else []))
-    assert found[: len(selection)] == selection and found[len(selection)] == "-n"
-    assert ("tests/ascend_host" in found) is ascend
-    assert {f"tests/{name}" for name in ("integration", "simulation", "native", "unit")} <= set(found)
+    pytest_args = arguments(clone, *([flag] if flag else []))
+    assert pytest_args[: len(selection)] == selection and pytest_args[len(selection)] == "-n"
+    assert ("tests/ascend_host" in pytest_args) is ascend
+    assert {f"tests/{name}" for name in ("integration", "simulation", "native", "unit")} <= set(pytest_args)
 
 
 def test_what_is_named_runs_as_in_ci(clone: Path) -> None:
@@ -116,9 +116,9 @@ def test_left_out_on_purpose_is_no_failure_but_is_said(clone: Path) -> None:
     shutil.rmtree(clone / ".venv-ascend-host")
     for tools in ({}, NO_ROOM):
         for words in (["--ci"], ["--all"]):
-            found = arguments(clone, *words, tools=tools, PD_ASCEND_HOST="0")
-            assert "tests/ascend_host" not in found and "tests/unit" in found
-            assert found[-1].startswith("left out: tests/ascend_host, on purpose")
+            pytest_args = arguments(clone, *words, tools=tools, PD_ASCEND_HOST="0")
+            assert "tests/ascend_host" not in pytest_args and "tests/unit" in pytest_args
+            assert pytest_args[-1].startswith("left out: tests/ascend_host, on purpose")
     assert arguments(clone, PD_ASCEND_HOST="0")[-1] == "left out: ", "the quick tier never runs them"
     alone = run(clone, "tests/ascend_host", PD_ASCEND_HOST="0")
     assert alone.returncode == 1 and "nothing is left to run" in alone.stderr

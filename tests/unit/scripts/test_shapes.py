@@ -32,7 +32,7 @@ def test_a_set_is_known_by_its_kind_and_its_shape(title: str, of: str, shaped: s
 def test_each_set_counts_once_and_in_its_row() -> None:
     head, lines = grid(SETS.values(), {title: title[0] for title in SETS})
     assert {len(line) for line in lines} == {len(head)}
-    counts = [int(found[1]) for line in lines for found in (re.match(r"(\d+) ", cell) for cell in line[1:]) if found]
+    counts = [int(match[1]) for line in lines for match in (re.match(r"(\d+) ", cell) for cell in line[1:]) if match]
     assert sum(counts) == len(SETS)
     (mqa,) = (dict(zip(head, line, strict=True)) for line in lines if line[0] == "MQA")
     assert (mqa["1→1"], mqa["PCP→DCP"]) == ("1 (m)", "1 (m)")

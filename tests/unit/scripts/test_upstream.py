@@ -133,18 +133,18 @@ def uses(code: str, tmp_path: Path) -> Uses:
 
 
 def test_what_is_used_is_read_from_this_packages_code(tmp_path: Path) -> None:
-    found = uses(
+    used = uses(
         "from vllm.v1.request import Request as R\n"
         "try:\n    from vllm.later import New\nexcept ImportError:\n    New = None\n"
         "def mine(self, scheduler):\n    self.kept = scheduler.running\n",
         tmp_path,
     )
-    assert [(one.module, one.name, one.checked) for one in found.imports] == [
+    assert [(one.module, one.name, one.checked) for one in used.imports] == [
         ("vllm.v1.request", "Request", False),
         ("vllm.later", "New", True),
     ]
-    assert {"scheduler", "running", "Request", "kept"} <= found.words
-    assert {"mine", "New", "kept"} <= found.defined and "running" not in found.defined
+    assert {"scheduler", "running", "Request", "kept"} <= used.words
+    assert {"mine", "New", "kept"} <= used.defined and "running" not in used.defined
 
 
 def test_the_room_that_checks_what_it_uses_checks_what_it_imports(tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ WORSE: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_got_worse_is_said_and_how_bad_it_is(
     change: dict[str, Any], verdict: str, says: str, tmp_path: Path
 ) -> None:
-    found = compare(NOTHING, {**NOTHING, **change}, uses(CODE, tmp_path))
-    page = found.page(Published("2.0"), Published("1.0"))
+    findings = compare(NOTHING, {**NOTHING, **change}, uses(CODE, tmp_path))
+    page = findings.page(Published("2.0"), Published("1.0"))
     assert page.startswith(f"vLLM 2.0, beside vLLM 1.0: {verdict}\n" if says else "vLLM 2.0, beside vLLM 1.0: safe")
     assert says in page.replace("\n  ", " ") and (says or "\n" not in page)
     assert compare({**NOTHING, **change}, {**NOTHING, **change}, uses(CODE, tmp_path)).verdict == "safe"
@@ -282,10 +282,10 @@ def test_what_got_worse_is_said_and_how_bad_it_is(
 
 def test_the_worst_is_the_verdict_and_each_has_a_code() -> None:
     assert [*CODES.values()] == sorted(CODES.values()) == [0, 10, 20, 30]
-    found = upstream.Findings(off=["a"], refused=["b"], news=["c"])
-    assert found.verdict == "refused"
-    found.would_break.append("d")
-    assert found.verdict == "would break"
+    findings = upstream.Findings(off=["a"], refused=["b"], news=["c"])
+    assert findings.verdict == "refused"
+    findings.would_break.append("d")
+    assert findings.verdict == "would break"
 
 
 def test_of_each_new_configuration_is_said_what_becomes_of_it() -> None:
@@ -517,8 +517,8 @@ def test_the_installed_vllm_is_as_it_must_be(tmp_path: Path) -> None:
     packed(tmp_path, f"vllm-{version}", texts)
     command = [sys.executable, "-m", "tools.support.release_facts", f"vLLM={version}={tmp_path}/vllm-{version}.tar.gz"]
     done = subprocess.run(command, cwd=upstream.ROOT, capture_output=True, text=True, check=False, timeout=300)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["fails"] == [] and not [name for name, guarded in found["missing"].items() if not guarded]
-    assert set(map(tuple, found["changes"].values())) == {("", "")}
-    assert found["fields"] == {"request fields": [], "sampling parameters": []}
-    assert "FullAttentionSpec" in found["kinds"]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["fails"] == [] and not [name for name, guarded in facts["missing"].items() if not guarded]
+    assert set(map(tuple, facts["changes"].values())) == {("", "")}
+    assert facts["fields"] == {"request fields": [], "sampling parameters": []}
+    assert "FullAttentionSpec" in facts["kinds"]

@@ -21,8 +21,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.gate.set()
 
 
-def hosts(found: list[module.Address]) -> list[str]:
-    return [address["host"] for address in found]
+def hosts(addresses: list[module.Address]) -> list[str]:
+    return [address["host"] for address in addresses]
 
 
 async def until_asked(server: NameServer, *names: str) -> None:
@@ -37,7 +37,7 @@ async def test_slow_names_delay_no_other_however_many_they_are(server: NameServe
     assert hosts(await asyncio.wait_for(resolver.resolve("quick.test"), WAIT_S)) == ["127.0.0.1"]
     assert not any(task.done() for task in waiting)
     server.gate.set()
-    assert [hosts(found) for found in await asyncio.gather(*waiting)] == [["127.0.0.1"]] * 40
+    assert [hosts(addresses) for addresses in await asyncio.gather(*waiting)] == [["127.0.0.1"]] * 40
 
 
 async def test_a_name_is_looked_up_once_for_all_who_ask_and_who_leaves_stops_nothing(server: NameServer) -> None:
@@ -47,8 +47,8 @@ async def test_a_name_is_looked_up_once_for_all_who_ask_and_who_leaves_stops_not
     asking[0].cancel()
     await asyncio.wait({asking[0]})
     server.gate.set()
-    found = await asyncio.gather(*asking[1:])
-    assert [[(address["host"], address["port"]) for address in one] for one in found] == [
+    answers = await asyncio.gather(*asking[1:])
+    assert [[(address["host"], address["port"]) for address in one] for one in answers] == [
         [("127.0.0.1", 80 + i)] for i in range(1, 20)
     ]
     assert hosts(await resolver.resolve("slow.test")) == ["127.0.0.1"] and server.asked["slow.test"] == 1
@@ -79,9 +79,9 @@ async def test_the_last_good_answer_serves_while_the_next_is_awaited_or_fails(
     ("literal", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6), ("fe80::1%lo", socket.AF_INET6)]
 )
 async def test_an_address_is_its_own_answer(literal: str, family: int, server: NameServer) -> None:
-    (found,) = await Resolver().resolve(literal, 80)
+    (address,) = await Resolver().resolve(literal, 80)
     flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    assert found == {"hostname": literal, "host": literal, "port": 80, "family": family, "proto": 0, "flags": flags}
+    assert address == {"hostname": literal, "host": literal, "port": 80, "family": family, "proto": 0, "flags": flags}
     assert Resolver().known(literal)
 
 

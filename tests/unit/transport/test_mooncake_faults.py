@@ -149,9 +149,9 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(
         assert receiver.session != old
         receiver.ask("clear")  # the blocks have another owner now
         ended = settle(wire, handle)
-        again = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [SPAN]))
+        stale = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [SPAN]))
         assert receiver.sum() == 0, "a write of the old session landed after revoke returned"
-        assert (ended, again) == (WriteState.FAILED, WriteState.UNISSUED)
+        assert (ended, stale) == (WriteState.FAILED, WriteState.UNISSUED)
         assert one(wire, receiver, memory) is WriteState.LANDED
         assert receiver.sum() == 1
 
@@ -200,8 +200,8 @@ def test_a_revocation_without_descriptors_succeeds_once_there_are_some(
         receiver.session = receiver.ask("revoke")
         assert "failed" not in receiver.session and receiver.session != old
         receiver.ask("clear")
-        again = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [SPAN]))
-        assert again is not WriteState.LANDED and not receiver.sum()
+        stale = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [SPAN]))
+        assert stale is not WriteState.LANDED and not receiver.sum()
         assert one(wire, receiver, memory) is WriteState.LANDED
 
 

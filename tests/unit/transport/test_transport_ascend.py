@@ -132,9 +132,9 @@ def test_more_regions_than_a_process_can_register_are_refused_with_their_number(
     apart = [(SIZE * (2 * n + 1), SIZE) for n in range(MAX_REGISTERED + 1)]
     with pytest.raises(
         ConfigError, match=f"{MAX_REGISTERED + 1} separate regions .* can register {MAX_REGISTERED}"
-    ) as found:
+    ) as caught:
         target.register(apart)
-    assert found.value.code == "PD-WIRE-006" and not kind.opened
+    assert caught.value.code == "PD-WIRE-006" and not kind.opened
     target.register([*apart[:-2], (apart[0][0] + SIZE, SIZE // 2)])
     target.register(apart[:1])  # the writing side registers the same again
     target.register(apart[-2:-1])

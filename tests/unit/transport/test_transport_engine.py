@@ -44,13 +44,13 @@ def losing(times: int) -> type:
 
 def test_an_engine_is_opened_without_waiting_for_an_answer_of_itself() -> None:
     """It cannot answer while this process has no descriptor for the connection: Mooncake would wait for a minute."""
-    with listening() as own:
+    with listening() as listener:
 
         class SilentEngine(losing(0)):  # type: ignore[misc]
             probed = False
 
             def get_rpc_port(self) -> int:
-                return int(own.getsockname()[1])
+                return int(listener.getsockname()[1])
 
             def send_probe(self, _: str) -> int:
                 type(self).probed = True

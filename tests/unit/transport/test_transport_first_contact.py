@@ -152,12 +152,12 @@ def test_a_name_is_looked_up_by_the_probe_alone_and_known_by_the_address_that_an
     answering: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A silent name server holds a look-up for ten seconds: the writer, which asks, would hold all peers' writes."""
-    looking, found, by = threading.Event(), threading.Event(), list[str]()
+    looking, answered, by = threading.Event(), threading.Event(), list[str]()
 
     def slowly(_: str, port: int, **more: object) -> list[tuple[object, ...]]:
         by.append(threading.current_thread().name)
         looking.set()
-        found.wait(30)
+        answered.wait(30)
         addresses = "127.0.0.2", "127.0.0.3"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
@@ -170,7 +170,7 @@ def test_a_name_is_looked_up_by_the_probe_alone_and_known_by_the_address_that_an
         assert each.ask("d.example:1/tag") is ProbeAnswer.ASKING
     assert looking.wait(30)
     forgotten.forget("d.example:1/tag")
-    found.set()
+    answered.set()
     assert answer(probes, "d.example:1/tag", 30) is ProbeAnswer.YES
     assert probes.at("d.example:1") == probed[-1] == f"127.0.0.{2 + answering}:1"
     assert set(by) == {"pd-probe-d.example:1"}
@@ -180,17 +180,17 @@ def test_a_name_is_looked_up_by_the_probe_alone_and_known_by_the_address_that_an
 def test_a_peer_whose_name_is_not_found_in_time_is_not_asked_and_the_writer_is_not_held_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = threading.Event()
+    answered = threading.Event()
 
     def silent(*_: object, **__: object) -> list[object]:
         assert threading.current_thread().name.startswith("pd-probe"), "the writer looks a name up"
-        found.wait(30)
+        answered.wait(30)
         raise OSError("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
-    probes = PeerProbes(lambda _: not found.wait(30), 0.0, time.monotonic)
+    probes = PeerProbes(lambda _: not answered.wait(30), 0.0, time.monotonic)
     assert [probes.ask("d.example:1/tag") for _ in range(5)] == [ProbeAnswer.ASKING] * 5
-    found.set()
+    answered.set()
     assert answer(probes, "d.example:1/tag", 30) is ProbeAnswer.NO
     assert probes.close()
 
@@ -224,18 +224,18 @@ def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(
 
 def test_no_peer_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next connection to the same peer belongs to another use."""
-    inside, over = threading.Event(), threading.Event()
+    inside, returned = threading.Event(), threading.Event()
 
     def slow(address: str) -> int:
         inside.set()
-        over.wait(0.2)  # the contact ends meanwhile
-        over.set()
+        returned.wait(0.2)  # the contact ends meanwhile
+        returned.set()
         return 0
 
     monkeypatch.setattr("vllm_ascend_pd.transport.peer_probes.shut_connections", slow)
     with watched("127.0.0.1:1", 0.0):
         assert inside.wait(10)
-    assert over.is_set(), "the watching thread is still at it"
+    assert returned.is_set(), "the watching thread is still at it"
 
 
 def test_hanging_up_cuts_only_connections_to_that_address() -> None:

@@ -103,8 +103,8 @@ def test_a_subclass_decides_when_and_whether_a_write_lands(pair: tuple[MemorySid
     assert p.transport.poll(handle) is WriteState.PENDING
     assert p.transport.poll(handle) is WriteState.FAILED
     assert not d.bytes.any()
-    again = p.transport.submit(d.transport.session, [p.at], [d.at], [5])
-    assert p.transport.poll(again) is WriteState.LANDED
+    retry = p.transport.submit(d.transport.session, [p.at], [d.at], [5])
+    assert p.transport.poll(retry) is WriteState.LANDED
     p.transport.close()
 
 

@@ -25,8 +25,8 @@ class Runner:
 
     def _sync_num_accepted_tokens(self, num_reqs: int, has_prev_mapping: bool) -> None:
         rows, counts = self.input_batch.prev_req_id_to_index, self.num_accepted_tokens.np
-        found = [counts[rows[one]] if one in rows else 1 for one in self.input_batch.req_ids]
-        counts[:num_reqs] = self.input_batch.num_accepted_tokens_cpu[:num_reqs] = found
+        reordered = [counts[rows[one]] if one in rows else 1 for one in self.input_batch.req_ids]
+        counts[:num_reqs] = self.input_batch.num_accepted_tokens_cpu[:num_reqs] = reordered
 
     def step(
         self,

@@ -114,16 +114,16 @@ def test_a_client_that_reads_at_once_gets_the_same() -> None:
     stream.give("gi")
 
     async def reading() -> list[Any]:
-        found = [await stream.next()]
+        outputs = [await stream.next()]
         stream.put_out("a")  # before the next one is there
-        found += [await stream.next(), await stream.next()]
-        return found
+        outputs += [await stream.next(), await stream.next()]
+        return outputs
 
     assert texts(asyncio.run(reading())) == ["g", "i", "a"]
 
 
 def test_others_run_between_any_two_given_tokens_and_while_they_are_processed() -> None:
-    stream, turns, held = FrontEndStream(max_tokens=4000), list[int](), list[float]()
+    stream, turns, thread_times = FrontEndStream(max_tokens=4000), list[int](), list[float]()
     chunk = envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
     text = "given " * 500
 
@@ -135,25 +135,25 @@ def test_others_run_between_any_two_given_tokens_and_while_they_are_processed() 
             await asyncio.sleep(0)
 
     async def replayed() -> list[Any]:
-        held.append(time.thread_time())
+        thread_times.append(time.thread_time())
         handling = asyncio.create_task(handle())
         reading = asyncio.create_task(read())
         while not reading.done():
-            held.append(time.thread_time())
+            thread_times.append(time.thread_time())
             await asyncio.sleep(0)
-        held.append(time.thread_time())
+        thread_times.append(time.thread_time())
         await handling
         return await reading
 
     async def read() -> list[Any]:
-        found = []
-        while len(found) < len(ids(text)):
-            found.append(await stream.next())
-            turns.append(len(held))
-        return found
+        outputs = []
+        while len(outputs) < len(ids(text)):
+            outputs.append(await stream.next())
+            turns.append(len(thread_times))
+        return outputs
 
     assert "".join(texts(asyncio.run(replayed()))) == text
-    print(f"the loop was held for at most {1000 * max(b - a for a, b in itertools.pairwise(held)):.1f} ms")
+    print(f"the loop was held for at most {1000 * max(b - a for a, b in itertools.pairwise(thread_times)):.1f} ms")
     assert len(set(turns)) == len(turns) == len(text), "two outputs were read in one turn of the loop"
 
 
@@ -209,8 +209,8 @@ def test_each_has_its_row_of_log_probabilities() -> None:
     for output in outputs:
         output.new_logprobs = logprob_rows([[(output.new_token_ids[0], 0.0, 1)] * 3])
     stream.process(*outputs)
-    found = [output.outputs[0].logprobs for output in stream.read()]
-    assert [list(row) for (row,) in found] == [[token] for token in ids("giv")]
+    logprobs = [output.outputs[0].logprobs for output in stream.read()]
+    assert [list(row) for (row,) in logprobs] == [[token] for token in ids("giv")]
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])

@@ -257,8 +257,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what the plug-in of tests and benchmarks runs in each process of an engine."""
     monkeypatch.syspath_prepend(PATIENT)
     (plugin,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "pd_bench_patient"]
-    found: Callable[[], None] = plugin.load()
-    return found
+    entry: Callable[[], None] = plugin.load()
+    return entry
 
 
 def test_messages_arrive_and_waiting_for_them_is_no_spinning(

@@ -79,9 +79,9 @@ def test_the_very_next_step_drains_what_a_reset_has_preempted(how: str) -> None:
     else:
         assert scheduler.reset_prefix_cache(reset_running_requests=True)
     (push,) = role.build_step(output([("another", 0, 8, [1, 2])])).preempted
-    again = role.build_step(output(cached=[("r", 0, 10, [5, 6, 7])], resumed={"r"}))
-    (slice_,) = again.slices
-    assert slice_.push == push and slice_.restart and not again.preempted
+    resumed = role.build_step(output(cached=[("r", 0, 10, [5, 6, 7])], resumed={"r"}))
+    (slice_,) = resumed.slices
+    assert slice_.push == push and slice_.restart and not resumed.preempted
 
 
 def test_a_reset_that_leaves_requests_running_interrupts_no_push() -> None:

@@ -37,7 +37,7 @@ def imported_from_vllm(tree: ast.AST) -> set[str]:
     }
 
 
-def own(tree: ast.AST) -> Iterator[str]:
+def defined(tree: ast.AST) -> Iterator[str]:
     """Return the names of functions and attributes that a module defines itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -61,7 +61,7 @@ def asked_by_name(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
 def reached_into(source: str) -> Iterator[str]:
     """Return the lines that change an object of vLLM's, or touch what is private elsewhere."""
     tree = ast.parse(source)
-    ours = set(own(tree))
+    ours = set(defined(tree))
     theirs = imported_from_vllm(tree) | THEIRS
     for node in ast.walk(tree):
         touched = ""

@@ -68,17 +68,17 @@ class Carrier(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **_more: Any) -> None:
         if plan.load and plan.blocks:
-            for key, place in self._places(plan.load, plan.without):
+            for key, place in self._entries(plan.load, plan.without):
                 place.copy_(kept[key])
             plan.load = 0
 
     def wait_for_save(self) -> None:
         if plan.keep and plan.computed >= plan.of:
             torch.npu.synchronize()
-            kept.update({key: place.cpu() for key, place in self._places(plan.keep)})
+            kept.update({key: place.cpu() for key, place in self._entries(plan.keep)})
             plan.keep = 0
 
-    def _places(self, tokens: int, without: str = "") -> Iterator[tuple[tuple[str, int, int], torch.Tensor]]:
+    def _entries(self, tokens: int, without: str = "") -> Iterator[tuple[tuple[str, int, int], torch.Tensor]]:
         for name, tensors in caches.items():
             group, spec = specs[name]
             for entry in needed(name, spec, tokens)[bool(without) and without in name :]:

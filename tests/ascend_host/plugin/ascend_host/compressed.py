@@ -201,8 +201,8 @@ def compressor_metadata(
 def compressor_metadata_out(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Write the same into given tensors, of which there are as many rows as may be wanted (0.30)."""
     *inputs, requests, cos, sin, slots = given
-    for out, found in zip((cos, sin, slots), compressor_metadata(*inputs, len(slots), requests), strict=True):
-        out.copy_(found.view_as(out))
+    for out, values in zip((cos, sin, slots), compressor_metadata(*inputs, len(slots), requests), strict=True):
+        out.copy_(values.view_as(out))
     return cos, sin, slots
 
 
@@ -210,8 +210,8 @@ def compressor_metadata_out(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 def scatter_nd_update_v2(var: Tensor, indices: Tensor, update: Tensor) -> None:
     """Write rows where the indices say. Rows of padding have a negative index in front."""
     wanted = indices[:, 0] >= 0
-    places = tuple(indices[wanted].long().unbind(-1))
-    var[places] = update.reshape(len(indices), *var.shape[indices.shape[-1] :])[wanted]
+    positions = tuple(indices[wanted].long().unbind(-1))
+    var[positions] = update.reshape(len(indices), *var.shape[indices.shape[-1] :])[wanted]
 
 
 @of("_C_ascend::inplace_partial_rotary_mul")
@@ -277,8 +277,8 @@ def vllm_quant_lightning_indexer(
         keys = read_tokens(key, table, 0, entries)[:, 0].double()
         keys = keys * read_tokens(key_dequant_scale, table, 0, entries).double()
         hidden = _hidden(at, entries, cmp_ratio)
-        found = chosen(whole[rows], keys, weights[rows].double(), hidden, sparse_count)
-        best[rows, 0, : found.shape[1]] = found
+        indices = chosen(whole[rows], keys, weights[rows].double(), hidden, sparse_count)
+        best[rows, 0, : indices.shape[1]] = indices
     return best, torch.zeros(0)
 
 
@@ -375,8 +375,8 @@ def sparse_attn_sharedkv(
                 visible &= _among(cmp_sparse_indices[rows, 0], entries)
             keys = torch.cat((keys, read_tokens(cmp_kv, cmp_block_table[sequence], 0, entries)))
             seen = torch.cat((seen, visible), 1)
-        found, sums = attend(q[rows].double(), keys, keys, softmax_scale, seen)
-        out[rows] = (found * torch.sigmoid(sums - sinks.view(1, -1, 1))).to(q.dtype)
+        attended, sums = attend(q[rows].double(), keys, keys, softmax_scale, seen)
+        out[rows] = (attended * torch.sigmoid(sums - sinks.view(1, -1, 1))).to(q.dtype)
     return out, torch.zeros(0)
 
 

@@ -38,8 +38,8 @@ def fused_dcp_lse_combine(
     """
     rows, sums = recv[..., :head_dim].float(), recv[..., head_dim:].contiguous().view(torch.float32)
     if local_output is not None and local_lse is not None:
-        own = [_divided_first(one, scatter_dim).unsqueeze(0).float() for one in (local_output, local_lse)]
-        rows, sums = torch.cat((rows, own[0])), torch.cat((sums, own[1]))
+        local = [_divided_first(one, scatter_dim).unsqueeze(0).float() for one in (local_output, local_lse)]
+        rows, sums = torch.cat((rows, local[0])), torch.cat((sums, local[1]))
     known = sums.isfinite()
     sums = sums.masked_fill(~known, -math.inf)
     whole = sums.logsumexp(0)

@@ -245,10 +245,10 @@ def gather_ssm_states(
     state: Tensor, indices: Tensor, has_initial_state: Tensor, *, output_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return sequences' states; zero for those that begin, whose blocks are not read."""
-    found = torch.zeros(len(indices), *state.shape[1:], dtype=output_dtype or state.dtype, device=state.device)
+    gathered = torch.zeros(len(indices), *state.shape[1:], dtype=output_dtype or state.dtype, device=state.device)
     begun = has_initial_state.bool()
-    found[begun] = state[indices[begun].long()].to(found.dtype)
-    return found
+    gathered[begun] = state[indices[begun].long()].to(gathered.dtype)
+    return gathered
 
 
 def scatter_ssm_states_(state: Tensor, indices: Tensor, source: Tensor) -> None:

@@ -104,8 +104,8 @@ def _hold() -> None:
 def _layers() -> None:
     from vllm_ascend_pd.prefill.worker.core import batches
 
-    def swapped(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any) -> Any:
-        return spans_of(push, claim, (own[1], own[0], *own[2:]), theirs)
+    def swapped(spans_of: Any, push: Any, claim: Any, layer_bases: Any, theirs: Any) -> Any:
+        return spans_of(push, claim, (layer_bases[1], layer_bases[0], *layer_bases[2:]), theirs)
 
     _instead(batches, "spans_of", "layers", swapped)
 
@@ -113,13 +113,13 @@ def _layers() -> None:
 def _elsewhere() -> None:
     from vllm_ascend_pd.prefill.worker.core import batches
 
-    def behind(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any, name: str) -> Any:
+    def behind(spans_of: Any, push: Any, claim: Any, layer_bases: Any, theirs: Any, name: str) -> Any:
         layers, of = push.reservation.geometry.layers, push.layer_index
         moved = tuple(
             tuple(base + region.block_stride for base, region in zip(bases, push.d_kind(layer).regions, strict=True))
             if of[layer] is not None and layers[of[layer]].endswith(name)
             else bases
-            for layer, bases in enumerate(own)
+            for layer, bases in enumerate(layer_bases)
         )
         return spans_of(push, claim, moved, theirs)
 
@@ -148,12 +148,12 @@ def _token() -> None:
         step(loads, now, metadata, gate)
 
     def but_one(worker: DecodeWorker) -> list[Any]:
-        found = reports(worker)
-        for report in found:
+        reported = reports(worker)
+        for report in reported:
             bind = binds.pop(report.request_id, None)
             if report.ok and bind is not None and _now("token"):
                 _forget_one(worker.runtime._caches, worker.runtime._tails._rank, bind)  # type: ignore[union-attr]
-        return found
+        return reported
 
     Loads.step = noting  # type: ignore[assignment, method-assign]
     DecodeWorker.reports = but_one  # type: ignore[assignment, method-assign]

@@ -70,8 +70,8 @@ def slot_mapping(
     at = positions[: len(request)].long()
     column = at // block_size
     blocks = table[request, column.clamp(max=table.shape[1] - 1)].long()
-    found = torch.where(column < table.shape[1], blocks * block_size + at % block_size, PAD_ID)
-    slots[: len(request)] = found.to(slots.dtype)
+    mapped = torch.where(column < table.shape[1], blocks * block_size + at % block_size, PAD_ID)
+    slots[: len(request)] = mapped.to(slots.dtype)
     slots[tokens:room] = PAD_ID
 
 
@@ -96,8 +96,8 @@ def slot_mappings(
         raise NotImplementedError("slots of a ring")
     of_groups = zip(*(one.tolist() for one in (tables, slots, widths, block_sizes)), strict=True)
     for table, slot, width, size in list(of_groups)[:groups]:
-        rows, found = _at(table, requests * width).view(requests, width), _at(slot, room)
-        slot_mapping((requests + 1,), tokens, room, starts, positions, rows, width, size, found, PAD_ID=pad_id)
+        rows, out = _at(table, requests * width).view(requests, width), _at(slot, room)
+        slot_mapping((requests + 1,), tokens, room, starts, positions, rows, width, size, out, PAD_ID=pad_id)
 
 
 def _at(address: int, count: int) -> torch.Tensor:
@@ -256,11 +256,11 @@ Replacements = Mapping[str, Mapping[str, Any]]
 
 
 def together(*parts: Replacements) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for part in parts:
         for module, functions in part.items():
-            found.setdefault(module, {}).update(functions)
-    return found
+            merged.setdefault(module, {}).update(functions)
+    return merged
 
 
 def replace_functions(by_module: Replacements) -> None:
@@ -300,12 +300,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """Runs a module with its own loader, then replaces its functions."""
 
-    def __init__(self, own: importlib.abc.Loader, functions: Mapping[str, Any]) -> None:
-        self._own, self._functions = own, functions
+    def __init__(self, loader: importlib.abc.Loader, functions: Mapping[str, Any]) -> None:
+        self._loader, self._functions = loader, functions
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._own.exec_module(module)
+        self._loader.exec_module(module)
         _put(module, self._functions)

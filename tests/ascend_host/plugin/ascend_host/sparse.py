@@ -91,8 +91,8 @@ def lightning_indexer(
     for rows, table, count in _sequences(actual_seq_lengths_query, actual_seq_lengths_key, block_table):
         keys = read_tokens(key, table, 0, count)[:, 0].double()
         hidden = ~visible(rows.stop - rows.start, count, sparse_mode, 0, 0)
-        found = chosen(query[rows].double(), keys, weights[rows].double(), hidden, sparse_count)
-        best[rows, 0, : found.shape[1]] = found
+        indices = chosen(query[rows].double(), keys, weights[rows].double(), hidden, sparse_count)
+        best[rows, 0, : indices.shape[1]] = indices
     return best, torch.zeros(0, dtype=query.dtype)
 
 
@@ -288,8 +288,8 @@ def store_kv_block_metadata(
                 runs[-1] = length + 1, start, first
                 continue
         runs.append((1, token, slot))
-    found = torch.tensor(runs, dtype=lengths.dtype).reshape(-1, 3)
-    for place, column in zip((lengths, tokens, firsts), found.t(), strict=True):
+    rows = torch.tensor(runs, dtype=lengths.dtype).reshape(-1, 3)
+    for place, column in zip((lengths, tokens, firsts), rows.t(), strict=True):
         place.zero_()
         place[: len(column)] = column
 

@@ -34,9 +34,9 @@ def of_those_here(apply: Callable[..., None]) -> Callable[..., None]:
         bound = inspect.signature(apply).bind(self, *given, **named)
         said = bound.arguments
         if said["expert_map"] is not None:
-            own = said["expert_map"][said["topk_ids"].long()]
-            said["topk_weights"] = said["topk_weights"] * (own >= 0)
-            said["topk_ids"] = own.clamp(min=0).to(said["topk_ids"].dtype)
+            local_ids = said["expert_map"][said["topk_ids"].long()]
+            said["topk_weights"] = said["topk_weights"] * (local_ids >= 0)
+            said["topk_ids"] = local_ids.clamp(min=0).to(said["topk_ids"].dtype)
         apply(*bound.args, **bound.kwargs)
 
     return applied

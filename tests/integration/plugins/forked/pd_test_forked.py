@@ -65,9 +65,9 @@ def close_listeners() -> None:
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as found:
-                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens and found.family in (socket.AF_INET, socket.AF_INET6):
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
                     os.close(fd)
         except OSError:
             continue  # the descriptor of the listing itself

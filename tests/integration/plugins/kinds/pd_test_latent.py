@@ -129,8 +129,8 @@ class Vectors(nn.Module, AttentionLayerBase):
 
     def read(self, batch: StepPlaces, request: int) -> torch.Tensor:
         blocks, tokens = batch.place(request, batch.lengths[request], self.cells.shape[1])
-        found = self.cells[blocks, tokens]
-        return unpacked(found) if self.int8 else found.float()
+        stored = self.cells[blocks, tokens]
+        return unpacked(stored) if self.int8 else stored.float()
 
 
 def packed(vectors: torch.Tensor) -> torch.Tensor:
@@ -139,8 +139,8 @@ def packed(vectors: torch.Tensor) -> torch.Tensor:
     return torch.cat([(vectors / scale).round().to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], -1)
 
 
-def unpacked(found: torch.Tensor) -> torch.Tensor:
-    whole, scale = found[:, :-SCALE_BYTES].contiguous(), found[:, -SCALE_BYTES:].contiguous()
+def unpacked(stored: torch.Tensor) -> torch.Tensor:
+    whole, scale = stored[:, :-SCALE_BYTES].contiguous(), stored[:, -SCALE_BYTES:].contiguous()
     return whole.view(torch.int8) * scale.view(torch.float32)
 
 

@@ -31,20 +31,20 @@ class Copies(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         for cache, buffer in zip(self._caches, self._buffers, strict=True):
             buffer[_rows(dst_spec)] = cache[_rows(src_spec)]
-        return self._over(job_id)
+        return self._succeeded(job_id)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         for cache, buffer in zip(self._caches, self._buffers, strict=True):
             cache[_rows(dst_spec)] = buffer[_rows(src_spec)]
-        return self._over(job_id)
+        return self._succeeded(job_id)
 
-    def _over(self, job_id: int) -> bool:
+    def _succeeded(self, job_id: int) -> bool:
         self._results.append(TransferResult(job_id, success=True, transfer_size=1, transfer_time=1e-6))
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        over, self._results = self._results, []
-        return over
+        results, self._results = self._results, []
+        return results
 
     def wait(self, job_ids: set[int]) -> None: ...
 

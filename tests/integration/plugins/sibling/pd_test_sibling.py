@@ -43,10 +43,10 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         self._left = {key: left - 1 for key, left in self._left.items()}
-        over = [key for key, left in self._left.items() if not left]
-        for key in over:
+        finished = [key for key, left in self._left.items() if not left]
+        for key in finished:
             del self._left[key]
-        return {name for name, load in over if not load} or None, {name for name, load in over if load} or None
+        return {name for name, load in finished if not load} or None, {name for name, load in finished if load} or None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
     def wait_for_layer_load(self, layer_name: str) -> None: ...
