@@ -70,7 +70,16 @@ class ReferenceLayer:
         rows = min(tokens, tokens // self.ratio + len(hidden))
         size = entries.shape[1]
         cos, sin, slots = compressed.compressor_metadata(
-            self.cos, self.sin, ends, begun, entry_tables, size, compressed.BLOCK_AND_OFFSET, self.ratio, rows, len(hidden)
+            self.cos,
+            self.sin,
+            ends,
+            begun,
+            entry_tables,
+            size,
+            compressed.BLOCK_AND_OFFSET,
+            self.ratio,
+            rows,
+            len(hidden),
         )
         made = compressed.compressor(
             torch.cat(hidden),

@@ -222,7 +222,9 @@ class Pair:
         prompts = [head, [*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]]
         expected = self.in_turn(prompts)
         self.check(prompts[:1], name="cold", expected=expected[:1])
-        d_prefixes = [self._own_prefix(p, want, "a prefix on D") for p, want in zip(prompts[1:], expected[1:], strict=True)]
+        d_prefixes = [
+            self._own_prefix(p, want, "a prefix on D") for p, want in zip(prompts[1:], expected[1:], strict=True)
+        ]
         head = fresh_prompt(2 * block + 5)
         prompts = [head, [*head, *fresh_prompt(50)], [*head[: 2 * block], *fresh_prompt(1)]]
         expected = self.in_turn(prompts)

@@ -45,7 +45,10 @@ def _holding() -> Iterator[subprocess.Popen[bytes]]:
     our_namespace = Path("/proc/self/ns/net").readlink()
     holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
     try:
-        eventually(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != our_namespace, "unshare")
+        eventually(
+            lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != our_namespace,
+            "unshare",
+        )
         yield holder
     finally:
         holder.kill()

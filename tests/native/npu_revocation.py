@@ -122,8 +122,7 @@ def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool
     print(
         f"figure: revocation over {protocol}, writer stopped with {before / size:.0%} landed: {late} bytes landed when it "
         f"woke ({woken}), {cached} through the old session ({old_state}), "
-        f"{whole / size:.0%} through the new one ({state}), "
-        + ("as it must be" if right else "WRONG")
+        f"{whole / size:.0%} through the new one ({state}), " + ("as it must be" if right else "WRONG")
     )
     return right
 

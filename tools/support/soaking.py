@@ -209,25 +209,25 @@ class Soak:
             for first in range(done, prompts, part):
                 if self.half_way is not None and restarting is None and first >= prompts // 2:
                     restarting = asyncio.get_running_loop().run_in_executor(None, self.half_way)
-                over = threading.Event()
-                killing = asyncio.create_task(asyncio.to_thread(self._kills, over))
+                part_ended = threading.Event()
+                killing = asyncio.create_task(asyncio.to_thread(self._kills, part_ended))
                 try:
                     await self._part(client, [mix[i] for i in range(first, min(first + part, prompts))], prompts, begun)
                 finally:
-                    over.set()
+                    part_ended.set()
                     await killing
                 if restarting is not None:
                     await restarting
                 await asyncio.to_thread(self._rest, min(first + part, prompts))
                 self._keep(min(first + part, prompts), time.monotonic() - begun)
 
-    def _kills(self, over: threading.Event) -> None:
+    def _kills(self, part_ended: threading.Event) -> None:
         """Kill one engine after another until the part is over, each once the one before is back and has served."""
-        while self.kill is not None and not over.is_set():
+        while self.kill is not None and not part_ended.is_set():
             name, seconds = self.kill(self.ended.total())
             self.back.setdefault(name, []).append(seconds)
-            again = self.ended.total() + SERVED
-            while self.ended.total() < again and not over.wait(LOOK_S):
+            enough = self.ended.total() + SERVED
+            while self.ended.total() < enough and not part_ended.wait(LOOK_S):
                 pass
 
     def _keep(self, done: int, seconds: float) -> None:

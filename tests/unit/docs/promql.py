@@ -66,7 +66,9 @@ class Scrapes:
         selected = {}
         for (metric, labels), samples in self._series.items():
             label_values = dict(labels)
-            if metric != name or not all(MATCHES[how](label_values.get(label, ""), wanted) for label, how, wanted in matchers):
+            if metric != name or not all(
+                MATCHES[how](label_values.get(label, ""), wanted) for label, how, wanted in matchers
+            ):
                 continue
             if values := [value for at, value in samples if since < at <= until]:
                 selected[labels] = values

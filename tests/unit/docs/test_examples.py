@@ -323,7 +323,10 @@ def engines_host() -> Iterator[int]:
     holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True)
     our_namespace = Path("/proc/self/ns/net").readlink()
     try:
-        until(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != our_namespace, "unshare")
+        until(
+            lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != our_namespace,
+            "unshare",
+        )
         if holder.poll() is not None:
             pytest.skip(
                 f"this machine allows no network namespaces: {(holder.stderr.read() if holder.stderr else '').strip()}"

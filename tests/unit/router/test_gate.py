@@ -57,7 +57,9 @@ async def gate(
     most: int, tls: ssl.SSLContext | None = None, *, first_byte_s: float = 600.0, handshakes: int = 100
 ) -> AsyncIterator[tuple[ConnectionGate, int]]:
     connections = Places(most)
-    opened = ConnectionGate(lambda connection: Echo(connections, connection), connections, tls, first_byte_s, handshakes)
+    opened = ConnectionGate(
+        lambda connection: Echo(connections, connection), connections, tls, first_byte_s, handshakes
+    )
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listening:
         opened.open(listening)
         try:

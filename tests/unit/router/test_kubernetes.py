@@ -220,7 +220,9 @@ def test_the_port_is_the_named_one_or_the_only_one_or_http(
 
 
 @pytest.mark.parametrize("slice_ports", [ports(metrics=9, api=8102), ports(http=8102, https=8443)])
-def test_of_several_ports_none_is_guessed(account: Path, caplog: pytest.LogCaptureFixture, slice_ports: list[Facts]) -> None:
+def test_of_several_ports_none_is_guessed(
+    account: Path, caplog: pytest.LogCaptureFixture, slice_ports: list[Facts]
+) -> None:
     api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": slice_ports}])
     with following(api, account, "pd-decode") as (fleet, _):
         until(lambda: len(api.lists) >= 2)
