@@ -49,7 +49,7 @@ from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, read
 
 IDLE_REQUESTS = 5
 MODEL_LEN = 2048
-MOST_DESTINATIONS = 16
+MOST_DESTINATIONS, MOST_PUSHED = 8, 64
 # What all points of a folder have in common: the same load is the same requests, and good means the same.
 SETTINGS = ("prompt", "answer", "turn", "seconds", "trace", "trace_lengths", "ttft_times", "tpot_times", "kv_mib")
 
@@ -57,6 +57,7 @@ SETTINGS = ("prompt", "answer", "turn", "seconds", "trace", "trace_lengths", "tt
 def main() -> int:
     args = _parsed()
     if args.push:
+        args.systems = args.systems.replace("a", "")
         return pushed.run(args)
     if args.destinations:
         return destinations.run(args)
@@ -127,23 +128,32 @@ def _parsed() -> argparse.Namespace:
         "--tpot-times", type=float, default=2.0, help="good: TPOT within so many times an idle engine's (default: 2)"
     )
     parser.add_argument("--kv-mib", type=int, default=512, help="cache of each engine (default: 512)")
-    parser.add_argument(
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
         "--push",
         type=int,
-        nargs="*",
+        nargs="+",
         default=[],
         metavar="N",
         help="push so many prompts at once into a D that streams",
     )
-    parser.add_argument("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[8], help="with --push: streams on D (default: 8)")
     parser.add_argument("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
     parser.add_argument(
         "--alone", action="store_true", help="with --push: phases, too, in which P computes such prompts for nobody"
     )
-    parser.add_argument("--p-tp", type=int, default=1, help="with --push: P's ranks, on one core (default: 1)")
-    parser.add_argument("--regroup", action="store_true", help="with --push: P's ranks exchange heads before they push")
-    parser.add_argument("--verify", action="store_true", help="with --push: D checks every block that came")
     parser.add_argument(
+        "--cached",
+        action="store_true",
+        help="with --push: P has the prompts in its prefix cache, and they come at once",
+    )
+    both = "with --push and --destinations"
+    parser.add_argument(
+        "--p-tp", type=int, default=1, choices=(1, 2, 4), help=f"{both}: P's ranks, on one core (default: 1)"
+    )
+    parser.add_argument("--regroup", action="store_true", help=f"{both}: P's ranks exchange heads before they push")
+    parser.add_argument("--verify", action="store_true", help=f"{both}: D checks every block that came")
+    others.add_argument(
         "--destinations",
         type=int,
         nargs="+",
@@ -151,7 +161,7 @@ def _parsed() -> argparse.Namespace:
         metavar="N",
         help="P's steps while it pushes to so many D's, which have one core",
     )
-    parser.add_argument(
+    others.add_argument(
         "--overload",
         type=float,
         nargs="+",
@@ -183,11 +193,30 @@ def _parsed() -> argparse.Namespace:
     numbers += (*args.push, *args.streams, args.pushed, args.p_tp, *args.destinations, *args.overload, args.admit)
     if min(*numbers, args.prompt, args.answer, args.turn) <= 0:
         parser.error("numbers are above 0")
-    if max(args.destinations, default=1) > MOST_DESTINATIONS:
-        parser.error(f"--destinations takes at most {MOST_DESTINATIONS}, each of them an engine")
-    if args.regroup and args.p_tp == 1:
-        parser.error("--regroup needs --p-tp of at least 2")
+    if wrong := _misfit(args):
+        parser.error(wrong)
     return args
+
+
+def _misfit(args: argparse.Namespace) -> str:
+    """Return what is wrong with the flags of the runs that are no loads; an empty text: nothing."""
+    for name in ("push", "streams", "destinations"):
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            return f"--{name} takes each number once"
+    steps, most = destinations.STEP_TOKENS, max(args.destinations, default=1)
+    if most > MOST_DESTINATIONS or steps % most:
+        return f"--destinations: the largest is at most {MOST_DESTINATIONS}, each an engine, and divides {steps}"
+    if args.push and not set(args.systems) & set("bcd"):
+        return "--push needs a system with a D: --systems b, c or d"
+    if max(args.push, default=1) > MOST_PUSHED or args.pushed > MODEL_LEN:
+        return f"--push takes at most {MOST_PUSHED}, --pushed at most {MODEL_LEN}"
+    if args.regroup and args.p_tp == 1:
+        return "--regroup needs --p-tp of at least 2"
+    if (args.alone or args.cached) and not args.push:
+        return "--alone and --cached go with --push"
+    if (args.p_tp > 1 or args.verify) and not (args.push or args.destinations):
+        return "--p-tp, --regroup and --verify go with --push or --destinations"
+    return ""
 
 
 def _cases(args: argparse.Namespace) -> list[LoadCase]:

@@ -122,6 +122,8 @@ async def _turn(pair: LoadedSystem, args: argparse.Namespace, turn: int, free: M
             if factor == AT_LIMIT:
                 await _closed(one, phase, args.admit)
             else:
+                if not phases[AT_LIMIT].rate:
+                    raise RuntimeError("nothing was answered at the limit: more --seconds")
                 await _open(one, phases[AT_LIMIT].rate * factor, phase.began + args.seconds, dice)
             watching.cancel()
         phase.left = await asyncio.to_thread(_left, pair, free)

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a push for D: gaps between tokens of its running streams, with prompts pushed into it and without.
 
-In a turn each number of prompts at once has its phase, and one phase has none; a ratio is within a turn. With --alone
-each number has a second phase, in which P computes as many prompts that nobody pushes: what they cost D's streams
-without a transfer, as its host's memory and caches are P's too. D has a core to itself.
+In a turn each number of prompts at once has its phase, for which the streams begin anew, and one phase has none; a
+ratio is within a turn. P computes a prompt of --pushed tokens in about a step, so that numbers above one say how many
+wait for it. With --cached P has the prompts in its prefix cache: all of a phase are asked for at once and leave P in
+few steps, and the phase ends with the last of them. D has a core to itself.
+
+With --alone each number has a second phase, in which P is asked for as many prompts that nobody pushes: what they cost
+D's streams without a transfer, as its host's memory and caches are P's too. That of no prompts is the first one once
+more, and shows the noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import itertools
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import numpy as np
@@ -27,53 +32,69 @@ from tools.support.client import TIMEOUT, TimedAnswer, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.models import RECIPES
 
-TALK = 640  # tokens of an answer of a stream, which then begins another one
+TALK = 2048  # tokens of an answer of a stream: more than there are in a phase
 TALK_PROMPT = 32
-BEGUN_S, ENDED_S = 240.0, 240.0  # until all streams have begun, and until the last prompts of a phase are done
+BEGUN_S, ENDED_S = 240.0, 480.0  # until all streams have begun, and until the last prompts of a phase are done
 LOOK_S = 0.05
 WORKER = "VLLM::Worker"  # as vLLM names its processes
+STEPS = "vllm:iteration_tokens_total_count"
 
 T = TypeVar("T")
 
 
-class Phase(NamedTuple):
+class PushPhase(NamedTuple):
     """So many prompts at once."""
 
     prompts: int
     pushed: bool = True  # else P alone is asked for them
 
+    def __str__(self) -> str:
+        if not self.prompts:
+            return "none" if self.pushed else "none, once more"
+        return f"{self.prompts}" + (" on P alone" * (not self.pushed))
 
-NONE = Phase(0)
+
+NONE = PushPhase(0)
 
 
 class Used(NamedTuple):
-    """Processor seconds of D."""
+    """Processor time of D."""
 
     worker: float = 0.0  # the model, the copies, what this package does around them
     others: float = 0.0  # engine core and server
 
-    def since(self, before: Used) -> Used:
-        return Used(self.worker - before.worker, self.others - before.others)
+
+class MeasuredPhase(NamedTuple):
+    """What a phase showed."""
+
+    gaps: Sequence[float]  # seconds between two tokens of a stream
+    answered: int  # prompts, before its end
+    used: Used  # milliseconds a step
 
 
 @dataclass(frozen=True)
 class PushedTurn:
-    """Gaps between tokens in one turn, seconds, by phase."""
+    """One turn of all phases with so many streams."""
 
     streams: int
-    gaps: Mapping[Phase, Sequence[float]]
-    answered: Mapping[Phase, int]  # prompts
-    used: Mapping[Phase, Used]
+    phases: Mapping[PushPhase, MeasuredPhase]
 
-    def ratio(self, phase: Phase, percent: float, other: Phase = NONE) -> float:
+    def percentile(self, phase: PushPhase, percent: float) -> float:
+        return float(np.percentile(self.phases[phase].gaps, percent))
+
+    def ratio(self, phase: PushPhase, percent: float, other: PushPhase = NONE) -> float:
         """Return a percentile of the gaps over that of another phase."""
-        of_phase, of_other = (float(np.percentile(self.gaps[one], percent)) for one in (phase, other))
-        return of_phase / of_other
+        return self.percentile(phase, percent) / self.percentile(other, percent)
 
-    def used_a_step(self, phase: Phase) -> Used:
-        """Return D's processor milliseconds for a token of each stream."""
-        steps = max(1, len(self.gaps[phase])) / self.streams
-        return Used(*(1e3 * seconds / steps for seconds in self.used[phase]))
+
+@dataclass(frozen=True)
+class Asked:
+    """What streams and prompts of all phases have in common."""
+
+    tokens: int  # of a prompt
+    seconds: float  # of a phase
+    cached: bool  # P has computed the prompts before
+    seeds: Iterator[int]  # no two prompts of a run are alike
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,29 +103,34 @@ def run(args: argparse.Namespace) -> int:
     shape = {
         "max_len": max(args.pushed + 16, TALK + TALK_PROMPT),
         "chunk": 2048,
-        "kv_bytes": cache_bytes(max(args.streams), max(args.push), args.pushed, TOKEN_BYTES),
+        "kv_bytes": cache_bytes(max(args.streams) * (TALK + TALK_PROMPT) + (max(args.push) + 1) * args.pushed),
         "max_seqs": max(args.streams) + max(args.push),
     }
-    turns: list[tuple[str, PushedTurn]] = []
+    of_p = cache_bytes(max(args.streams) * TALK_PROMPT + (2 * max(args.push) + 1) * args.pushed) // args.p_tp
+    config = {"verify": "full" if args.verify else "off", **({"regroup": "always"} if args.regroup else {})}
+    pair = PairSettings(args.p_tp, alone="d", p_kv_bytes=of_p, config=config)
     kinds = (True, False) if args.alone else (True,)
-    phases = [NONE, *(Phase(number, pushed) for number in args.push for pushed in kinds)]
-    config = {"regroup": "always"} if args.regroup else {}
-    pair = PairSettings(args.p_tp, alone="d", config={**config, "verify": "full" if args.verify else "off"})
+    phases = [NONE, *(PushPhase(number, pushed) for number in args.push for pushed in kinds)]
+    phases += [PushPhase(0, False)] * args.alone
+    asked = Asked(args.pushed, args.seconds, args.cached, itertools.count())
+    about = f"P TP {args.p_tp}, {args.pushed} tokens a prompt; {args.repeats} turns"
+    about += "; P has cached them" if args.cached else f", {args.seconds:g} s a phase"
+    about += "; this package regroups" * args.regroup + "; this package verifies every block" * args.verify
+    turns: list[tuple[str, PushedTurn]] = []
+    names = {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems}
     with (
         Cluster(fresh_directory("bench_load")) as cluster,
-        started(cluster, "".join(letter for letter in args.systems if letter != "a"), shape, pair) as systems,
+        started(cluster, args.systems, shape, pair) as systems,
     ):
         for letter, system in systems.items():
             for streams in args.streams:
                 say(f"({letter}) {NAMES[letter]}, {streams} streams: {args.repeats} turns")
                 with system.running():
-                    measured = measure(system, streams, phases, args.pushed, args.seconds, args.repeats)
-                turns += [(letter, one) for one in measured]
-    about = f"P TP {args.p_tp}, {args.pushed} tokens a prompt; {args.repeats} turns, {args.seconds:g} s a phase"
-    about += "; regrouped" * args.regroup + "; every block verified" * args.verify
-    rows = [about, "", *table(turns, {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems})]
+                    for measured in measure(system, streams, phases, asked, args.repeats):
+                        turns.append((letter, measured))
+                        rows = [about, "", *table(turns, names)]
+                        (args.out / "push.md").write_text("\n".join(rows) + "\n")
     say("\n".join(["", *rows]))
-    (args.out / "push.md").write_text("\n".join(rows) + "\n")
     for line in cluster.leaks:
         say(f"left behind: {line}")
     return 3 if cluster.leaks else 0
@@ -115,81 +141,96 @@ def gaps_within(times: Iterable[Sequence[float]], begin: float, end: float) -> l
     return [after - before for one in times for before, after in pairwise(one) if begin <= before and after <= end]
 
 
-def cache_bytes(streams: int, pushes: int, tokens: int, token_bytes: int) -> int:
-    """Return the cache that D needs so that no stream waits for blocks."""
-    return (streams * (TALK + TALK_PROMPT) + (pushes + 1) * tokens) * token_bytes * 5 // 4
+def cache_bytes(tokens: int) -> int:
+    """Return the cache that so many tokens need, so that none waits for blocks."""
+    return tokens * TOKEN_BYTES * 5 // 4
 
 
 def measure(
-    system: LoadedSystem, streams: int, phases: Sequence[Phase], tokens: int, seconds: float, turns: int
-) -> list[PushedTurn]:
-    """Let streams run on a system, and push prompts of so many tokens into its D, phase by phase."""
-    return asyncio.run(_measure(system, streams, phases, tokens, seconds, turns))
+    system: LoadedSystem, streams: int, phases: Sequence[PushPhase], asked: Asked, turns: int
+) -> Iterator[PushedTurn]:
+    """Let streams run on a system, and push prompts into its D, phase by phase."""
+    warm = [PushPhase(1)]  # the first push makes connections and plans
+    for turn, order in enumerate([warm, *(rotated(phases, turn) for turn in range(turns))]):
+        measured: dict[PushPhase, MeasuredPhase] = {}
+        for phase in order:
+            now = asked if turn else replace(asked, seconds=1.0)
+            one = measured[phase] = asyncio.run(_phase(system, streams, phase, now))
+            if turn:
+                p50, p99 = (float(np.percentile(one.gaps, percent)) * 1e3 for percent in (50, 99))
+                say(f"  turn {turn}, prompts: {phase}; {one.answered} answered, gap p50 {p50:.1f}, p99 {p99:.1f} ms")
+        if turn:
+            yield PushedTurn(streams, measured)
 
 
-async def _measure(
-    system: LoadedSystem, streams: int, phases: Sequence[Phase], tokens: int, seconds: float, turns: int
-) -> list[PushedTurn]:
+async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: Asked) -> MeasuredPhase:
     vocab = RECIPES[MODEL].vocab
     path, of_p = (f"{url}/v1/completions" for url in (system.url, system.prefills[0].url))
-    answers: list[TimedAnswer] = []
-    measured_turns: list[PushedTurn] = []
+
+    def fresh(tokens: int, answer: int) -> dict[str, Any]:
+        return body_of(prompt(tokens, next(asked.seeds), vocab), answer)
+
+    answers = [TimedAnswer() for _ in range(streams)]
+    ends: list[float] = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+        prompts = [fresh(asked.tokens, 1) for _ in range(phase.prompts)]
+        if asked.cached:
+            await asyncio.gather(*(stream(client, of_p, one) for one in prompts))
 
-        async def talk(place: int) -> None:
-            for number in range(turns * 1000):
-                answer = TimedAnswer()
-                answers.append(answer)
-                await stream(client, path, body_of(prompt(TALK_PROMPT, place * 1000 + number, vocab), TALK), answer)
+        async def ask(body: Mapping[str, Any], until: float) -> None:
+            while True:
+                await stream(client, path if phase.pushed else of_p, body)
+                ends.append(time.monotonic())
+                if asked.cached or ends[-1] >= until:
+                    return
+                body = fresh(asked.tokens, 1)
 
-        async def ask(phase: Phase, seed: int, until: float) -> int:
-            count = 0
-            while time.monotonic() < until:
-                await stream(client, path if phase.pushed else of_p, body_of(prompt(tokens, seed + count, vocab), 1))
-                count += 1
-            return count
-
-        talks = [asyncio.create_task(talk(place)) for place in range(streams)]
+        bodies = [fresh(TALK_PROMPT, TALK) for _ in answers]
+        talks = [asyncio.create_task(stream(client, path, *one)) for one in zip(bodies, answers, strict=True)]
         try:
             await _begun(answers, talks)
-            for turn in range(turns):
-                gaps: dict[Phase, Sequence[float]] = {}
-                answered: dict[Phase, int] = {}
-                used: dict[Phase, Used] = {}
-                for place, phase in enumerate(rotated(phases, turn)):
-                    before, begin = _used(system), time.monotonic()
-                    seeds = (10**7 * (1 + turn) + 10**5 * place + 1000 * number for number in range(phase.prompts))
-                    asking = [asyncio.create_task(ask(phase, seed, begin + seconds)) for seed in seeds]
-                    await asyncio.sleep(seconds)
-                    gaps[phase] = gaps_within([_moments(one) for one in answers], begin, time.monotonic())
-                    used[phase] = _used(system).since(before)
-                    answered[phase] = sum(await asyncio.wait_for(asyncio.gather(*asking), ENDED_S))
-                    if ended := [one for one in talks if one.done()]:
-                        await ended[0]  # raises what has ended a stream
-                    p99 = float(np.percentile(gaps[phase], 99)) * 1e3
-                    say(f"  turn {turn + 1}, {_named(phase)}: {answered[phase]} answered, gap p99 {p99:.1f} ms")
-                measured_turns.append(PushedTurn(streams, gaps, answered, used))
+            before, steps = _used(system), await _steps(system)
+            begin = time.monotonic()
+            asking = asyncio.gather(*(ask(one, begin + asked.seconds) for one in prompts))
+            if asked.cached and prompts:
+                await asyncio.wait_for(asking, ENDED_S)
+            else:
+                await asyncio.sleep(asked.seconds)
+            end = time.monotonic()
+            after, steps = _used(system), await _steps(system) - steps
+            gaps = gaps_within([_moments(one) for one in answers], begin, end)
+            for ended in (one for one in talks if one.done()):
+                await ended  # raises what has ended it
+                raise RuntimeError(f"a stream of {TALK} tokens ended within a phase: fewer --seconds")
+            if not gaps:
+                raise RuntimeError("no stream had two tokens within a phase: more --seconds")
         finally:
             for one in talks:
                 one.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*talks, return_exceptions=True)
-    return measured_turns
+            await asyncio.gather(*talks, return_exceptions=True)
+        await asyncio.wait_for(asking, ENDED_S)
+    used = Used(*((there - here) * 1e3 / max(1.0, steps) for here, there in zip(before, after, strict=True)))
+    return MeasuredPhase(gaps, sum(at <= end for at in ends), used)
 
 
-async def _begun(answers: Sequence[TimedAnswer], talks: Sequence[asyncio.Task[None]]) -> None:
+async def _begun(answers: Sequence[TimedAnswer], talks: Sequence[asyncio.Task[TimedAnswer]]) -> None:
     until = time.monotonic() + BEGUN_S
-    while sum(len(one.times) > 1 for one in answers) < len(talks):
-        for one in talks:
-            if one.done():
-                await one
+    while not all(len(one.times) > 1 for one in answers):
+        for ended in (one for one in talks if one.done()):
+            await ended
         if time.monotonic() > until:
             raise TimeoutError(f"{len(talks)} streams have not begun within {BEGUN_S:.0f} s")
         await asyncio.sleep(LOOK_S)
 
 
+async def _steps(system: LoadedSystem) -> float:
+    """Return how many steps D has had."""
+    return (await asyncio.to_thread(system.decodes[0].metrics)).get(STEPS, 0.0)
+
+
 def _used(system: LoadedSystem) -> Used:
+    """Return D's processor time so far, seconds."""
     worker = others = 0.0
     for process in system.decodes[0].process.members():
         times = process.cpu_times()
@@ -205,10 +246,6 @@ def _moments(answer: TimedAnswer) -> list[float]:
     return [answer.started + at for at in answer.times]
 
 
-def _named(phase: Phase) -> str:
-    return f"{phase.prompts} prompts at once" + ("" if phase.pushed else ", computed on P alone")
-
-
 def rotated(phases: Sequence[T], turn: int) -> Sequence[T]:
     start = turn % len(phases)
     return (*phases[start:], *phases[:start])
@@ -216,27 +253,24 @@ def rotated(phases: Sequence[T], turn: int) -> Sequence[T]:
 
 def table(turns: Sequence[tuple[str, PushedTurn]], names: Mapping[str, str]) -> list[str]:
     """Return a table in Markdown: gaps as ratios to those of other phases, medians and (lowest–highest)."""
-    rows = [
-        "| | streams | prompts at once | answered | gap p50, ms | gap p99, ms | D's CPU a step, ms: worker, others |"
-    ]
-    rows[0] += " p50 / none | p99 / none |"
-    alone = any(not phase.pushed for _, one in turns for phase in one.gaps)
-    rows[0] += " p99 / computed alone |" * alone
-    rows.append("|---" * (10 if alone else 9) + "|")
+    columns = ["", "streams", "prompts at once", "answered", "gap p50, ms", "gap p99, ms"]
+    columns += ["D's CPU a step, ms: worker, others", "p50 / none", "p99 / none"]
+    alone = any(not phase.pushed for _, one in turns for phase in one.phases)
+    columns += ["p99 / on P alone"] * alone
+    rows = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
     for system, streams in dict.fromkeys((system, one.streams) for system, one in turns):
         mine = [one for letter, one in turns if (letter, one.streams) == (system, streams)]
-        for phase in sorted(mine[0].gaps):
-            times = [
-                statistics.median(float(np.percentile(one.gaps[phase], percent)) for one in mine) * 1e3
-                for percent in (50, 99)
-            ]
-            ratios = ["", ""] if phase == NONE else [ranged([one.ratio(phase, at) for one in mine]) for at in (50, 99)]
+        for phase in sorted(mine[0].phases, key=lambda one: (one.prompts, one.pushed == (one.prompts > 0))):
+            cells = [names[system], f"{streams}", f"{phase}", f"{sum(one.phases[phase].answered for one in mine)}"]
+            times = (statistics.median(one.percentile(phase, percent) for one in mine) for percent in (50, 99))
+            cells += [f"{seconds * 1e3:.1f}" for seconds in times]
+            cpu = zip(*(one.phases[phase].used for one in mine), strict=True)
+            cells.append(", ".join(f"{statistics.median(values):.1f}" for values in cpu))
+            ratios = (ranged([one.ratio(phase, percent) for one in mine]) for percent in (50, 99))
+            cells += ["", ""] if phase == NONE else ratios
             if alone:
-                other, has_other = Phase(phase.prompts, False), phase.pushed and phase != NONE
-                ratios.append(ranged([one.ratio(phase, 99, other) for one in mine]) if has_other else "")
-            cells = [names[system], f"{streams}", f"{phase.prompts}" + (" on P alone" * (not phase.pushed))]
-            cells += [f"{sum(one.answered[phase] for one in mine)}", f"{times[0]:.1f}", f"{times[1]:.1f}"]
-            cpu = [one.used_a_step(phase) for one in mine]
-            cells.append(", ".join(f"{statistics.median(values):.1f}" for values in zip(*cpu, strict=True)))
-            rows.append(f"| {' | '.join([*cells, *ratios])} |")
+                other = PushPhase(phase.prompts, False)
+                has_other = phase.pushed and phase.prompts
+                cells.append(ranged([one.ratio(phase, 99, other) for one in mine]) if has_other else "")
+            rows.append(f"| {' | '.join(cells)} |")
     return rows

@@ -24,6 +24,9 @@ MODEL = "base16"
 TOKEN_BYTES = 32 << 10  # of KV
 NAMES = {"a": "two engines", "b": "this package", "c": "in-tree Mooncake", "d": "in-tree NIXL"}
 ENGINES = 2
+STARTED_AT_ONCE = 4  # what a core has loaded before cluster.start gives up
+# Of two sessions that share a core the kernel asks the sessions' own niceness, where it has one, before the processes'.
+POLITE = 'echo 10 2>/dev/null >/proc/self/autogroup; exec nice -n 10 "$0" "$@"'
 CACHED = "vllm:request_prefill_kv_computed_tokens_sum"
 LACKED = "vllm:external_prefix_cache_hits_total"
 WRITTEN = ("vllm:ascend_pd_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
@@ -73,7 +76,8 @@ class PairSettings:
 
     p_tp: int = 1
     decodes: int = 1  # of this package's pair
-    alone: str = ""  # "p" or "d": router and client do not run on the core of this side
+    alone: str = ""  # "p" or "d": router and client run on the other side's core, and before its engines
+    p_kv_bytes: int = 0  # P's cache, if not as large as D's
     router: tuple[str, ...] = ()  # flags of this package's
     config: Mapping[str, Any] = field(default_factory=dict)  # kv_connector_extra_config of this package's engines
 
@@ -94,15 +98,18 @@ def started(
 ) -> Iterator[dict[str, LoadedSystem]]:
     """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had."""
     model, (engine_cores, rest) = ensure(MODEL), cores(pair.alone)
+    polite = ("bash", "-c", POLITE) if pair.alone else ()
     os.sched_setaffinity(0, rest)  # what is started from here on, except for the engines
     say(f"engines on cores {_listed(engine_cores)}, one thread each; routers and client on {_listed(rest)}")
 
     def spec(core: int, name: str, role: str, **more: Any) -> EngineSpec:
-        return EngineSpec(name, model, role=role, prefix=("taskset", "-c", str(engine_cores[core])), **shape, **more)
+        prefix = (*polite, "taskset", "-c", str(engine_cores[core]))
+        return EngineSpec(name, model, role=role, prefix=prefix, **{**shape, **more})
 
     def of_pair(name: str, role: str, **more: Any) -> EngineSpec:
-        of_p = role == "kv_producer"
-        return spec(0 if of_p else 1, name, role, tp=pair.p_tp if of_p else 1, **more)
+        if role != "kv_producer":
+            return spec(1, name, role, **more)
+        return spec(0, name, role, tp=pair.p_tp, kv_bytes=pair.p_kv_bytes or shape["kv_bytes"], **more)
 
     systems: dict[str, LoadedSystem] = {}
     with ExitStack() as ends:
@@ -133,10 +140,10 @@ def _ours(cluster: Cluster, of_pair: Any, pair: PairSettings) -> LoadedSystem:
     del config["trace_dir"]
     d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
     d_names = [f"ours-d{number}" for number in range(pair.decodes)] if pair.decodes > 1 else ["ours-d"]
-    p, *d = cluster.start(
-        of_pair("ours-p", "kv_producer", extra=config),
-        *(of_pair(name, "kv_consumer", extra=d_side) for name in d_names),
-    )
+    specs = [of_pair("ours-p", "kv_producer", extra=config)]
+    specs += [of_pair(name, "kv_consumer", extra=d_side) for name in d_names]
+    firsts = range(0, len(specs), STARTED_AT_ONCE)
+    p, *d = (engine for first in firsts for engine in cluster.start(*specs[first : first + STARTED_AT_ONCE]))
     front = cluster.metaserver([p], d, port, MetaserverSpec((*STRICT, *pair.router)))
     return LoadedSystem(front.url, [p], d, front=front)
 

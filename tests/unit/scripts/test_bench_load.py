@@ -18,11 +18,12 @@ import pytest
 
 from tools import bench_load
 from tools.bench_load_parts import client, destinations, figures, loads, overload, plot, pushed, systems
+from tools.bench_load_parts.destinations import PSteps
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
 from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
-from tools.bench_load_parts.pushed import PushedTurn, Used
+from tools.bench_load_parts.pushed import MeasuredPhase, PushedTurn, Used
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 
 LENGTHS = Lengths(prompt=512, answer=48, seconds=50.0)
@@ -213,13 +214,14 @@ def test_gaps_are_those_of_one_stream_within_a_phase() -> None:
 
 
 def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
-    four = pushed.Phase(4)
+    four = pushed.PushPhase(4)
     slow, fast = (
         PushedTurn(
             8,
-            {pushed.NONE: [x * 0.02] * 96, four: [x * 0.02] * 50 + [x * 0.03] * 46},
-            {pushed.NONE: 0, four: 7},
-            {pushed.NONE: Used(0.12, 0.06), four: Used(x * 0.24, 0.12)},
+            {
+                pushed.NONE: MeasuredPhase([x * 0.02] * 96, 0, Used(10.0, 5.0)),
+                four: MeasuredPhase([x * 0.02] * 50 + [x * 0.03] * 46, 7, Used(x * 20.0, 10.0)),
+            },
         )
         for x in (2.0, 1.0)
     )
@@ -227,29 +229,79 @@ def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
     assert slow.ratio(four, 99) == fast.ratio(four, 99) == pytest.approx(1.5)
     rows = pushed.table([("a", slow), ("a", fast)], NAMES)
     assert rows[2:] == [
-        "| (a) one & the same | 8 | 0 | 0 | 30.0 | 30.0 | 10.0, 5.0 |  |  |",
+        "| (a) one & the same | 8 | none | 0 | 30.0 | 30.0 | 10.0, 5.0 |  |  |",
         "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 30.0, 10.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
     ]
     assert [list(pushed.rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
 
 
 def test_a_push_is_compared_with_the_same_prompts_on_p_alone() -> None:
-    four, alone = pushed.Phase(4), pushed.Phase(4, False)
-    gaps, answered = {pushed.NONE: [0.02], four: [0.03], alone: [0.025]}, {pushed.NONE: 0, four: 7, alone: 9}
-    turn = PushedTurn(1, gaps, answered, dict.fromkeys(gaps, Used(0.018, 0.001)))
-    assert pushed.table([("a", turn)], NAMES)[2:] == [
-        "| (a) one & the same | 1 | 0 | 0 | 20.0 | 20.0 | 18.0, 1.0 |  |  |  |",
-        "| (a) one & the same | 1 | 4 on P alone | 9 | 25.0 | 25.0 | 18.0, 1.0 | 1.25 (1.25–1.25) | 1.25 (1.25–1.25) |  |",
-        "| (a) one & the same | 1 | 4 | 7 | 30.0 | 30.0 | 18.0, 1.0 | 1.50 (1.50–1.50) | 1.50 (1.50–1.50) | 1.20 (1.20–1.20) |",
+    gaps = {
+        pushed.NONE: 0.02,
+        pushed.PushPhase(0, False): 0.021,
+        pushed.PushPhase(4): 0.03,
+        pushed.PushPhase(4, False): 0.025,
+    }
+    turn = PushedTurn(1, {phase: MeasuredPhase([gap], phase.prompts, Used(18.0, 1.0)) for phase, gap in gaps.items()})
+    rows = pushed.table([("a", turn)], NAMES)
+    assert len({row.count("|") for row in rows}) == 1
+    assert [row.removeprefix("| (a) one & the same | 1 | ") for row in rows[2:]] == [
+        "none | 0 | 20.0 | 20.0 | 18.0, 1.0 |  |  |  |",
+        "none, once more | 0 | 21.0 | 21.0 | 18.0, 1.0 | 1.05 (1.05–1.05) | 1.05 (1.05–1.05) |  |",
+        "4 on P alone | 4 | 25.0 | 25.0 | 18.0, 1.0 | 1.25 (1.25–1.25) | 1.25 (1.25–1.25) |  |",
+        "4 | 4 | 30.0 | 30.0 | 18.0, 1.0 | 1.50 (1.50–1.50) | 1.50 (1.50–1.50) | 1.20 (1.20–1.20) |",
     ]
+
+
+def _page(prefills: float, steps: float) -> dict[str, float]:
+    return {
+        destinations.PREFILLS: prefills,
+        destinations.PREFILL_S: prefills * 1.5,
+        destinations.CACHED: prefills * 256.0,
+        destinations.STEPS: steps,
+    }
+
+
+def test_p_s_steps_are_read_from_its_metrics() -> None:
+    steps = destinations.p_steps(_page(80.0, 10.0), _page(160.0, 20.0), 16.0, [16.0, 9.0])
+    assert steps == PSteps(seconds=1.5, rate=1280.0, tokens=2048.0, fewest_waiting=9.0)
 
 
 def test_a_step_of_p_is_compared_with_one_without_a_push_in_the_same_turn() -> None:
-    assert destinations.table([{0: 2048.0, 1: 2000.0, 8: 1024.0}, {0: 1024.0, 1: 1000.0, 8: 1024.0}])[2:] == [
-        "| none | 1536 | 1333 |  |",
-        "| 1 | 1500 | 1365 | 1.02 (1.02–1.02) |",
-        "| 8 | 1024 | 2000 | 1.50 (1.00–2.00) |",
+    def turn(*seconds: float, tokens: float = 2048.0) -> dict[int, PSteps]:
+        return {
+            number: PSteps(each, 2048.0 / each, tokens, 9.0) for number, each in zip((0, 1, 8), seconds, strict=True)
+        }
+
+    assert destinations.table([turn(1.0, 1.02, 2.0), turn(2.0, 2.04, 2.0)])[2:] == [
+        "| none | 1500 |  | 1536 | 2048 | at least 9 |",
+        "| 1 | 1530 | 1.02 (1.02–1.02) | 1506 | 2048 | at least 9 |",
+        "| 8 | 2000 | 1.50 (1.00–2.00) | 1024 | 2048 | at least 9 |",
     ]
+    assert "1900, **not full**" in destinations.table([turn(1.0, 1.0, 1.0, tokens=1900.0)])[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ("--push 4 4", "each number once"),
+        ("--push 4 --destinations 8", "not allowed with"),
+        ("--push 4 --systems a", "a system with a D"),
+        ("--push 65", "at most 64"),
+        ("--destinations 16", "at most 8"),
+        ("--destinations 1 3", "divides 2048"),
+        ("--push 4 --regroup", "at least 2"),
+        ("--destinations 8 --alone", "go with --push"),
+        ("--verify", "go with --push or --destinations"),
+    ],
+)
+def test_flags_that_mean_nothing_together_are_refused(
+    words: str, wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_load", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        bench_load.main()
+    assert ended.value.code == 2 and wrong in " ".join(capsys.readouterr().err.split())
 
 
 # -- overload
