@@ -72,7 +72,7 @@ class LoadedSystem:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """What a pair has that is not as usual."""
+    """Sizes and flags of a pair that has not the usual ones."""
 
     p_tp: int = 1
     decodes: int = 1  # of this package's pair
