@@ -34,10 +34,11 @@ from tools.support.models import RECIPES
 
 TALK = 2048  # tokens of an answer of a stream: more than there are in a phase
 TALK_PROMPT = 32
-BEGUN_S, ENDED_S = 240.0, 480.0  # until all streams have begun, and until the last prompts of a phase are done
+BEGUN_S, ENDED_S = 240.0, 480.0  # until all streams have begun, and until a phase's prompts are done
 LOOK_S = 0.05
 WORKER = "VLLM::Worker"  # as vLLM names its processes
 STEPS = "vllm:iteration_tokens_total_count"
+UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 T = TypeVar("T")
 
@@ -154,7 +155,7 @@ def measure(
     for turn, order in enumerate([warm, *(rotated(phases, turn) for turn in range(turns))]):
         measured: dict[PushPhase, MeasuredPhase] = {}
         for phase in order:
-            now = asked if turn else replace(asked, seconds=1.0)
+            now = asked if turn else replace(asked, cached=True)  # until it has arrived
             one = measured[phase] = asyncio.run(_phase(system, streams, phase, now))
             if turn:
                 p50, p99 = (float(np.percentile(one.gaps, percent)) * 1e3 for percent in (50, 99))
@@ -178,38 +179,41 @@ async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: As
         if asked.cached:
             await asyncio.gather(*(stream(client, of_p, one) for one in prompts))
 
-        async def ask(body: Mapping[str, Any], until: float) -> None:
+        async def ask(body: Mapping[str, Any]) -> None:
             while True:
                 await stream(client, path if phase.pushed else of_p, body)
                 ends.append(time.monotonic())
-                if asked.cached or ends[-1] >= until:
+                if asked.cached:
                     return
                 body = fresh(asked.tokens, 1)
 
         bodies = [fresh(TALK_PROMPT, TALK) for _ in answers]
+        asking: list[asyncio.Task[None]] = []
         talks = [asyncio.create_task(stream(client, path, *one)) for one in zip(bodies, answers, strict=True)]
         try:
             await _begun(answers, talks)
             before, steps = _used(system), await _steps(system)
             begin = time.monotonic()
-            asking = asyncio.gather(*(ask(one, begin + asked.seconds) for one in prompts))
+            asking += [asyncio.create_task(ask(one)) for one in prompts]
             if asked.cached and prompts:
-                await asyncio.wait_for(asking, ENDED_S)
+                await asyncio.wait_for(asyncio.gather(*asking), ENDED_S)
             else:
                 await asyncio.sleep(asked.seconds)
             end = time.monotonic()
             after, steps = _used(system), await _steps(system) - steps
             gaps = gaps_within([_moments(one) for one in answers], begin, end)
+            for failed in (one for one in asking if one.done()):
+                await failed
             for ended in (one for one in talks if one.done()):
                 await ended  # raises what has ended it
                 raise RuntimeError(f"a stream of {TALK} tokens ended within a phase: fewer --seconds")
             if not gaps:
                 raise RuntimeError("no stream had two tokens within a phase: more --seconds")
         finally:
-            for one in talks:
+            for one in (*talks, *asking):
                 one.cancel()
-            await asyncio.gather(*talks, return_exceptions=True)
-        await asyncio.wait_for(asking, ENDED_S)
+            await asyncio.gather(*talks, *asking, return_exceptions=True)
+        await _idle(system)
     used = Used(*((there - here) * 1e3 / max(1.0, steps) for here, there in zip(before, after, strict=True)))
     return MeasuredPhase(gaps, sum(at <= end for at in ends), used)
 
@@ -221,6 +225,18 @@ async def _begun(answers: Sequence[TimedAnswer], talks: Sequence[asyncio.Task[Ti
             await ended
         if time.monotonic() > until:
             raise TimeoutError(f"{len(talks)} streams have not begun within {BEGUN_S:.0f} s")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _idle(system: LoadedSystem) -> None:
+    """Wait until no engine has anything left of a phase. Those who asked have left."""
+    until = time.monotonic() + ENDED_S
+    while True:
+        pages = [await asyncio.to_thread(engine.metrics) for engine in system.engines]
+        if not any(page.get(name, 0.0) for page in pages for name in UNDER_WAY):
+            return
+        if time.monotonic() > until:
+            raise TimeoutError(f"requests of a phase are under way {ENDED_S:.0f} s after their clients have left")
         await asyncio.sleep(LOOK_S)
 
 
