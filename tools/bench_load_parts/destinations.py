@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of pushes for P: how long its steps take while it pushes to so many D's, and while it pushes nothing.
 
-P has a core to itself and always has prompts to compute: as many as D's make a step, and each D gets one of them. In a
-turn each number of D's has its phase, and in one phase P is asked itself and pushes nothing; a ratio is within a turn.
+P has a core to itself and always has prompts to compute: as many as D's make a step, and each D gets one of them. A
+step's time is that from one end of a step to another one, over the steps between; tokens a step and how busy its worker
+is show that P never waits. In a turn each number of D's has its phase, and in one phase P is asked itself and pushes
+nothing; a ratio is within a turn.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import asyncio
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import httpx
 
 from tools.bench_load_parts.figures import ranged
-from tools.bench_load_parts.pushed import ENDED_S, STEPS, cache_bytes, rotated
+from tools.bench_load_parts.pushed import ENDED_S, STEPS, cache_bytes, rotated, used
 from tools.bench_load_parts.systems import CACHED, MODEL, LoadedSystem, PairSettings, started
 from tools.support.client import TIMEOUT, body_of, prompt, stream
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
@@ -26,19 +29,25 @@ from tools.support.models import RECIPES
 STEP_TOKENS = 2048
 BACKLOG = 3  # times the prompts of a step are under way
 FILLS = 0.2  # share of a phase in which the backlog builds up
-LOOK_S = 0.5
-FULL = 0.95  # of a step's tokens; a phase with less had nothing to compute at times
-WAITING = "vllm:num_requests_waiting"
-PREFILL_S, PREFILLS = "vllm:request_prefill_time_seconds_sum", "vllm:request_prefill_time_seconds_count"
+LOOK_S = 0.1
+FULL = 0.95  # of a step's tokens, and of the worker's time; a phase with less had nothing to compute at times
+
+
+class PLook(NamedTuple):
+    """What P's metrics and processes say at a moment."""
+
+    at: float  # seconds
+    steps: float
+    tokens: float  # that it has computed
+    worker: float  # processor seconds
 
 
 class PSteps(NamedTuple):
-    """What P's metrics say of a phase."""
+    """How P computed in a phase."""
 
-    seconds: float  # from the schedule of a prompt to its token: each is computed in one step
-    rate: float  # tokens a second
+    seconds: float  # a step
     tokens: float  # a step
-    fewest_waiting: float  # prompts, of all looks
+    busy: float  # share of its worker's time
 
 
 PerDs = Mapping[int, PSteps]  # by how many D's P pushes to; 0: it pushes nothing
@@ -76,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
                     seed = 10**7 * (1 + turn) + 10**5 * number
                     one = asyncio.run(_steps(pair, url, tokens, BACKLOG * most, args.seconds, seed))
                 phases[number] = one
-                said = f"turn {turn + 1}, {number} D's: a step {one.seconds * 1e3:.0f} ms, {one.rate:.0f} tokens/s"
-                say(f"{said}, {one.tokens:.0f} a step, at least {one.fewest_waiting:.0f} prompts waited")
+                said = f"turn {turn + 1}, {number} D's: a step {one.seconds * 1e3:.0f} ms, {one.tokens:.0f} tokens"
+                say(f"{said}, its worker busy {one.busy:.0%}")
             turns.append(phases)
             rows = [f"{about}; medians (lowest–highest)", "", *table(turns)]
             (args.out / "destinations.md").write_text("\n".join(rows) + "\n")
@@ -91,9 +100,9 @@ async def _steps(pair: LoadedSystem, url: str, tokens: int, clients: int, second
     """Return how P computes while so many clients have one prompt after another for it."""
     vocab, begin = RECIPES[MODEL].vocab, time.monotonic()
 
-    async def page() -> tuple[float, Mapping[str, float]]:
-        metrics = await asyncio.to_thread(pair.prefills[0].metrics)
-        return time.monotonic(), metrics
+    async def look() -> PLook:
+        page = await asyncio.to_thread(pair.prefills[0].metrics)
+        return PLook(time.monotonic(), page.get(STEPS, 0.0), page.get(CACHED, 0.0), used(pair.prefills[0]).worker)
 
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), trust_env=False) as client:
 
@@ -104,34 +113,33 @@ async def _steps(pair: LoadedSystem, url: str, tokens: int, clients: int, second
 
         asking = asyncio.gather(*(ask(seed + 1000 * number) for number in range(clients)))
         await asyncio.sleep(FILLS * seconds)
-        began, before = await page()
-        waiting = [before.get(WAITING, 0.0)]
-        while time.monotonic() < begin + seconds - LOOK_S:
+        looks = [await look()]
+        while time.monotonic() < begin + seconds:
             await asyncio.sleep(LOOK_S)
-            ended, after = await page()
-            waiting.append(after.get(WAITING, 0.0))
+            looks.append(await look())
         await asyncio.wait_for(asking, ENDED_S)
-    return p_steps(before, after, ended - began, waiting)
+    return between(looks)
 
 
-def p_steps(
-    before: Mapping[str, float], after: Mapping[str, float], seconds: float, waiting: Sequence[float]
-) -> PSteps:
-    """Return what two readings of P's metrics say of the time between them."""
-    prefills, took, computed, steps = (after[name] - before[name] for name in (PREFILLS, PREFILL_S, CACHED, STEPS))
-    return PSteps(took / max(1.0, prefills), computed / seconds, computed / max(1.0, steps), min(waiting))
+def between(looks: Sequence[PLook]) -> PSteps:
+    """Return the means from the first end of a step that was seen to the last one. Raise RuntimeError for too few."""
+    ends = [after for before, after in pairwise(looks) if after.steps > before.steps]
+    if len(ends) < 2:
+        raise RuntimeError("P had no two steps within a phase: more --seconds")
+    first, last = ends[0], ends[-1]
+    steps, seconds = last.steps - first.steps, last.at - first.at
+    return PSteps(seconds / steps, (last.tokens - first.tokens) / steps, (last.worker - first.worker) / seconds)
 
 
 def table(turns: Sequence[PerDs]) -> list[str]:
     """Return a table in Markdown: a step's time, and its ratio to that without a push in the same turn."""
-    columns = ["D's", "a step, ms", "step / without a push", "P's tokens/s", "tokens a step", "prompts that waited"]
+    columns = ["D's", "a step, ms", "step / without a push", "tokens a step", "P's worker busy"]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for number in sorted(turns[0]):
         mine = [one[number] for one in turns]
         middle = PSteps(*(statistics.median(values) for values in zip(*mine, strict=True)))
         ratio = ranged([one[number].seconds / one[0].seconds for one in turns]) if number else ""
-        full = "" if middle.tokens >= FULL * STEP_TOKENS else ", **not full**"
-        cells = [f"{number or 'none'}", f"{middle.seconds * 1e3:.0f}", ratio, f"{middle.rate:.0f}"]
-        cells += [f"{middle.tokens:.0f}{full}", f"at least {min(one.fewest_waiting for one in mine):.0f}"]
-        rows.append(f"| {' | '.join(cells)} |")
+        waited = min(middle.tokens / STEP_TOKENS, middle.busy) < FULL
+        cells = [f"{number or 'none'}", f"{middle.seconds * 1e3:.0f}", ratio, f"{middle.tokens:.0f}"]
+        rows.append(f"| {' | '.join([*cells, f'{middle.busy:.0%}' + ', **it waited**' * waited])} |")
     return rows

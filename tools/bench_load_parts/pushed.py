@@ -30,6 +30,7 @@ from tools.bench_load_parts.figures import ranged
 from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, PairSettings, started
 from tools.support.client import TIMEOUT, TimedAnswer, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.engine import EngineProcess
 from tools.support.models import RECIPES
 
 TALK = 2048  # tokens of an answer of a stream: more than there are in a phase
@@ -59,7 +60,7 @@ NONE = PushPhase(0)
 
 
 class Used(NamedTuple):
-    """Processor time of D."""
+    """Processor time of an engine."""
 
     worker: float = 0.0  # the model, the copies, what this package does around them
     others: float = 0.0  # engine core and server
@@ -192,7 +193,7 @@ async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: As
         talks = [asyncio.create_task(stream(client, path, *one)) for one in zip(bodies, answers, strict=True)]
         try:
             await _begun(answers, talks)
-            before, steps = _used(system), await _steps(system)
+            before, steps = used(system.decodes[0]), await _steps(system)
             begin = time.monotonic()
             asking += [asyncio.create_task(ask(one)) for one in prompts]
             if asked.cached and prompts:
@@ -200,7 +201,7 @@ async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: As
             else:
                 await asyncio.sleep(asked.seconds)
             end = time.monotonic()
-            after, steps = _used(system), await _steps(system) - steps
+            after, steps = used(system.decodes[0]), await _steps(system) - steps
             gaps = gaps_within([_moments(one) for one in answers], begin, end)
             for failed in (one for one in asking if one.done()):
                 await failed
@@ -214,8 +215,8 @@ async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: As
                 one.cancel()
             await asyncio.gather(*talks, *asking, return_exceptions=True)
         await _idle(system)
-    used = Used(*((there - here) * 1e3 / max(1.0, steps) for here, there in zip(before, after, strict=True)))
-    return MeasuredPhase(gaps, sum(at <= end for at in ends), used)
+    a_step = Used(*((there - here) * 1e3 / max(1.0, steps) for here, there in zip(before, after, strict=True)))
+    return MeasuredPhase(gaps, sum(at <= end for at in ends), a_step)
 
 
 async def _begun(answers: Sequence[TimedAnswer], talks: Sequence[asyncio.Task[TimedAnswer]]) -> None:
@@ -245,10 +246,10 @@ async def _steps(system: LoadedSystem) -> float:
     return (await asyncio.to_thread(system.decodes[0].metrics)).get(STEPS, 0.0)
 
 
-def _used(system: LoadedSystem) -> Used:
-    """Return D's processor time so far, seconds."""
+def used(engine: EngineProcess) -> Used:
+    """Return an engine's processor time so far, seconds."""
     worker = others = 0.0
-    for process in system.decodes[0].process.members():
+    for process in engine.process.members():
         times = process.cpu_times()
         seconds = times.user + times.system
         if process.name().startswith(WORKER):

@@ -22,6 +22,7 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tools.support.process import free_port
 from unit.cli.published import written
 from unit.router.command import running
 from vllm_ascend_pd import __version__
@@ -282,7 +283,7 @@ def router_host(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_host_of_the_router_needs_neither_torch_nor_vllm(router_host: Path, tmp_path: Path) -> None:
-    """Every command starts, and `plan` plans an exchange."""
+    """Every command starts, `plan` plans an exchange, and the doctor checks this host."""
 
     def run(*words: str) -> str:
         done = subprocess.run(
@@ -299,6 +300,8 @@ def test_a_host_of_the_router_needs_neither_torch_nor_vllm(router_host: Path, tm
     sizes = "--kv-heads", "8", "--head-dim", "128", "--layers", "4", "--tokens", "4096"
     made = json.loads(run(*command, "plan", "--p-tp", "4", "--d-tp", "2", "--json", *sizes))
     assert made["mode"] == "regroup" and made["staging"]
+    checks = json.loads(run(*command, "doctor", "--metaserver-host", "--ports", str(free_port()), "--json"))
+    assert "ports" in json.dumps(checks)
 
 
 def test_the_router_serves_there(router_host: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from tools import bench_load
 from tools.bench_load_parts import client, destinations, figures, loads, overload, plot, pushed, systems
-from tools.bench_load_parts.destinations import PSteps
+from tools.bench_load_parts.destinations import PLook, PSteps
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
@@ -253,32 +253,25 @@ def test_a_push_is_compared_with_the_same_prompts_on_p_alone() -> None:
     ]
 
 
-def _page(prefills: float, steps: float) -> dict[str, float]:
-    return {
-        destinations.PREFILLS: prefills,
-        destinations.PREFILL_S: prefills * 1.5,
-        destinations.CACHED: prefills * 256.0,
-        destinations.STEPS: steps,
-    }
-
-
-def test_p_s_steps_are_read_from_its_metrics() -> None:
-    steps = destinations.p_steps(_page(80.0, 10.0), _page(160.0, 20.0), 16.0, [16.0, 9.0])
-    assert steps == PSteps(seconds=1.5, rate=1280.0, tokens=2048.0, fewest_waiting=9.0)
+def test_p_s_steps_are_those_between_two_ends_of_steps_that_were_seen() -> None:
+    looks = [PLook(0.0, 5, 10240, 7.0), PLook(0.5, 5, 10240, 7.5), PLook(1.0, 6, 12288, 8.0)]
+    looks += [PLook(2.0, 7, 14336, 9.0), PLook(4.0, 8, 16384, 10.7), PLook(5.0, 8, 16384, 11.7)]
+    assert destinations.between(looks) == pytest.approx(PSteps(seconds=1.5, tokens=2048.0, busy=0.9))
+    with pytest.raises(RuntimeError, match="more --seconds"):
+        destinations.between(looks[:3])
 
 
 def test_a_step_of_p_is_compared_with_one_without_a_push_in_the_same_turn() -> None:
-    def turn(*seconds: float, tokens: float = 2048.0) -> dict[int, PSteps]:
-        return {
-            number: PSteps(each, 2048.0 / each, tokens, 9.0) for number, each in zip((0, 1, 8), seconds, strict=True)
-        }
+    def turn(*seconds: float, tokens: float = 2048.0, busy: float = 0.99) -> dict[int, PSteps]:
+        return {number: PSteps(each, tokens, busy) for number, each in zip((0, 1, 8), seconds, strict=True)}
 
     assert destinations.table([turn(1.0, 1.02, 2.0), turn(2.0, 2.04, 2.0)])[2:] == [
-        "| none | 1500 |  | 1536 | 2048 | at least 9 |",
-        "| 1 | 1530 | 1.02 (1.02–1.02) | 1506 | 2048 | at least 9 |",
-        "| 8 | 2000 | 1.50 (1.00–2.00) | 1024 | 2048 | at least 9 |",
+        "| none | 1500 |  | 2048 | 99% |",
+        "| 1 | 1530 | 1.02 (1.02–1.02) | 2048 | 99% |",
+        "| 8 | 2000 | 1.50 (1.00–2.00) | 2048 | 99% |",
     ]
-    assert "1900, **not full**" in destinations.table([turn(1.0, 1.0, 1.0, tokens=1900.0)])[2]
+    for waited in (turn(1.0, 1.0, 1.0, tokens=1900.0), turn(1.0, 1.0, 1.0, busy=0.9)):
+        assert "**it waited**" in destinations.table([waited])[2]
 
 
 @pytest.mark.parametrize(
