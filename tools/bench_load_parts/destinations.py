@@ -34,7 +34,7 @@ FULL = 0.95  # of a step's tokens, and of the worker's time; a phase with less h
 
 
 class PLook(NamedTuple):
-    """What P's metrics and processes say at a moment."""
+    """Counts of P at a moment."""
 
     at: float  # seconds
     steps: float
@@ -43,7 +43,7 @@ class PLook(NamedTuple):
 
 
 class PSteps(NamedTuple):
-    """How P computed in a phase."""
+    """Figures of P in a phase."""
 
     seconds: float  # a step
     tokens: float  # a step

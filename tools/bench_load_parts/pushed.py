@@ -67,7 +67,7 @@ class Used(NamedTuple):
 
 
 class MeasuredPhase(NamedTuple):
-    """What a phase showed."""
+    """Figures of a phase."""
 
     gaps: Sequence[float]  # seconds between two tokens of a stream
     answered: int  # prompts, before its end
@@ -90,8 +90,8 @@ class PushedTurn:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What streams and prompts of all phases have in common."""
+class PhaseLoad:
+    """Sizes that all phases have in common."""
 
     tokens: int  # of a prompt
     seconds: float  # of a phase
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     kinds = (True, False) if args.alone else (True,)
     phases = [NONE, *(PushPhase(number, pushed) for number in args.push for pushed in kinds)]
     phases += [PushPhase(0, False)] * args.alone
-    asked = Asked(args.pushed, args.seconds, args.cached, itertools.count())
+    load = PhaseLoad(args.pushed, args.seconds, args.cached, itertools.count())
     about = f"P TP {args.p_tp}, {args.pushed} tokens a prompt; {args.repeats} turns"
     about += "; P has cached them" if args.cached else f", {args.seconds:g} s a phase"
     about += "; this package regroups" * args.regroup + "; this package verifies every block" * args.verify
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             for streams in args.streams:
                 say(f"({letter}) {NAMES[letter]}, {streams} streams: {args.repeats} turns")
                 with system.running():
-                    for measured in measure(system, streams, phases, asked, args.repeats):
+                    for measured in measure(system, streams, phases, load, args.repeats):
                         turns.append((letter, measured))
                         rows = [about, "", *table(turns, names)]
                         (args.out / "push.md").write_text("\n".join(rows) + "\n")
@@ -149,14 +149,14 @@ def cache_bytes(tokens: int) -> int:
 
 
 def measure(
-    system: LoadedSystem, streams: int, phases: Sequence[PushPhase], asked: Asked, turns: int
+    system: LoadedSystem, streams: int, phases: Sequence[PushPhase], load: PhaseLoad, turns: int
 ) -> Iterator[PushedTurn]:
     """Let streams run on a system, and push prompts into its D, phase by phase."""
     warm = [PushPhase(1)]  # the first push makes connections and plans
     for turn, order in enumerate([warm, *(rotated(phases, turn) for turn in range(turns))]):
         measured: dict[PushPhase, MeasuredPhase] = {}
         for phase in order:
-            now = asked if turn else replace(asked, cached=True)  # until it has arrived
+            now = load if turn else replace(load, cached=True)  # until it has arrived
             one = measured[phase] = asyncio.run(_phase(system, streams, phase, now))
             if turn:
                 p50, p99 = (float(np.percentile(one.gaps, percent)) * 1e3 for percent in (50, 99))
@@ -165,28 +165,28 @@ def measure(
             yield PushedTurn(streams, measured)
 
 
-async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: Asked) -> MeasuredPhase:
+async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, load: PhaseLoad) -> MeasuredPhase:
     vocab = RECIPES[MODEL].vocab
     path, of_p = (f"{url}/v1/completions" for url in (system.url, system.prefills[0].url))
 
     def fresh(tokens: int, answer: int) -> dict[str, Any]:
-        return body_of(prompt(tokens, next(asked.seeds), vocab), answer)
+        return body_of(prompt(tokens, next(load.seeds), vocab), answer)
 
     answers = [TimedAnswer() for _ in range(streams)]
     ends: list[float] = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
-        prompts = [fresh(asked.tokens, 1) for _ in range(phase.prompts)]
-        if asked.cached:
+        prompts = [fresh(load.tokens, 1) for _ in range(phase.prompts)]
+        if load.cached:
             await asyncio.gather(*(stream(client, of_p, one) for one in prompts))
 
         async def ask(body: Mapping[str, Any]) -> None:
             while True:
                 await stream(client, path if phase.pushed else of_p, body)
                 ends.append(time.monotonic())
-                if asked.cached:
+                if load.cached:
                     return
-                body = fresh(asked.tokens, 1)
+                body = fresh(load.tokens, 1)
 
         bodies = [fresh(TALK_PROMPT, TALK) for _ in answers]
         asking: list[asyncio.Task[None]] = []
@@ -196,10 +196,10 @@ async def _phase(system: LoadedSystem, streams: int, phase: PushPhase, asked: As
             before, steps = used(system.decodes[0]), await _steps(system)
             begin = time.monotonic()
             asking += [asyncio.create_task(ask(one)) for one in prompts]
-            if asked.cached and prompts:
+            if load.cached and prompts:
                 await asyncio.wait_for(asyncio.gather(*asking), ENDED_S)
             else:
-                await asyncio.sleep(asked.seconds)
+                await asyncio.sleep(load.seconds)
             end = time.monotonic()
             after, steps = used(system.decodes[0]), await _steps(system) - steps
             gaps = gaps_within([_moments(one) for one in answers], begin, end)
