@@ -2,7 +2,7 @@
 """The cost of pushes for P: how long its steps take while it pushes to so many D's, and while it pushes nothing.
 
 P has a core to itself and always has prompts to compute: as many as D's make a step, and each D gets one of them. A
-step's time is that from one end of a step to another one, over the steps between; tokens a step and how busy its worker
+step's time is that from one end of a step to another one, over the steps between; tokens a step and how busy its core
 is show that P never waits. In a turn each number of D's has its phase, and in one phase P is asked itself and pushes
 nothing; a ratio is within a turn.
 """
@@ -30,7 +30,7 @@ STEP_TOKENS = 2048
 BACKLOG = 3  # times the prompts of a step are under way
 FILLS = 0.2  # share of a phase in which the backlog builds up
 LOOK_S = 0.1
-FULL = 0.95  # of a step's tokens, and of the worker's time; a phase with less had nothing to compute at times
+FULL = 0.95  # of a step's tokens, and of the core's time; a phase with less had nothing to compute at times
 
 
 class PLook(NamedTuple):
@@ -39,7 +39,7 @@ class PLook(NamedTuple):
     at: float  # seconds
     steps: float
     tokens: float  # that it has computed
-    worker: float  # processor seconds
+    used: float  # processor seconds of all its processes
 
 
 class PSteps(NamedTuple):
@@ -47,7 +47,7 @@ class PSteps(NamedTuple):
 
     seconds: float  # a step
     tokens: float  # a step
-    busy: float  # share of its worker's time
+    busy: float  # share of its core that its processes use
 
 
 PerDs = Mapping[int, PSteps]  # by how many D's P pushes to; 0: it pushes nothing
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
                     one = asyncio.run(_steps(pair, url, tokens, BACKLOG * most, args.seconds, seed))
                 phases[number] = one
                 said = f"turn {turn + 1}, {number} D's: a step {one.seconds * 1e3:.0f} ms, {one.tokens:.0f} tokens"
-                say(f"{said}, its worker busy {one.busy:.0%}")
+                say(f"{said}, its core busy {one.busy:.0%}")
             turns.append(phases)
             rows = [f"{about}; medians (lowest–highest)", "", *table(turns)]
             (args.out / "destinations.md").write_text("\n".join(rows) + "\n")
@@ -102,7 +102,7 @@ async def _steps(pair: LoadedSystem, url: str, tokens: int, clients: int, second
 
     async def look() -> PLook:
         page = await asyncio.to_thread(pair.prefills[0].metrics)
-        return PLook(time.monotonic(), page.get(STEPS, 0.0), page.get(CACHED, 0.0), used(pair.prefills[0]).worker)
+        return PLook(time.monotonic(), page.get(STEPS, 0.0), page.get(CACHED, 0.0), sum(used(pair.prefills[0])))
 
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), trust_env=False) as client:
 
@@ -128,12 +128,12 @@ def between(looks: Sequence[PLook]) -> PSteps:
         raise RuntimeError("P had no two steps within a phase: more --seconds")
     first, last = ends[0], ends[-1]
     steps, seconds = last.steps - first.steps, last.at - first.at
-    return PSteps(seconds / steps, (last.tokens - first.tokens) / steps, (last.worker - first.worker) / seconds)
+    return PSteps(seconds / steps, (last.tokens - first.tokens) / steps, (last.used - first.used) / seconds)
 
 
 def table(turns: Sequence[PerDs]) -> list[str]:
     """Return a table in Markdown: a step's time, and its ratio to that without a push in the same turn."""
-    columns = ["D's", "a step, ms", "step / without a push", "tokens a step", "P's worker busy"]
+    columns = ["D's", "a step, ms", "step / without a push", "tokens a step", "P's core busy"]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for number in sorted(turns[0]):
         mine = [one[number] for one in turns]

@@ -42,6 +42,8 @@ OPEN = "vllm:ascend_pd_reservations_open"
 COLD = 2  # samples of each process that no slope is made of
 FREE = 3  # degrees of freedom of a slope, at least
 SERVED, LOOK_S = 100, 0.1  # prompts that are answered between two kills
+# Of a worker: Mooncake's four connections to each D that has ended, of which P keeps eight, and those of ten minutes.
+HALF_CLOSED = 4 * (8 + 10)
 
 
 class OtherSoak(RuntimeError):
@@ -113,10 +115,11 @@ class ResourceSample:
     sockets: int
     free_blocks: int | None
     open_transfers: int | None
+    half_closed: int = 0  # sockets whose other end has closed; not among `sockets`
 
 
 def sample(server: SoakedServer, done: int, session: int = 0) -> ResourceSample:
-    host = workers_own = workers = threads = sockets = 0
+    host = workers_own = workers = threads = sockets = half_closed = 0
     for process in server.process.members():
         try:
             # shared memory (queues, libraries) grows page by page as it is first used
@@ -126,13 +129,16 @@ def sample(server: SoakedServer, done: int, session: int = 0) -> ResourceSample:
             else:
                 host += unshared
             threads += process.num_threads()
-            sockets += _sockets(process.pid)
+            closed = sum(one.status == psutil.CONN_CLOSE_WAIT for one in process.net_connections("tcp"))
+            half_closed += closed
+            sockets += _sockets(process.pid) - closed
         except (psutil.NoSuchProcess, FileNotFoundError):
             continue
     free = settled_free_blocks(server) if isinstance(server, EngineProcess) else None
     mib = (host / 2**20, workers_own / 2**20, workers)
+    now_open = _open_transfers(server)
     return ResourceSample(
-        done, server.name, server.process.pid, session, *mib, threads, sockets, free, _open_transfers(server)
+        done, server.name, server.process.pid, session, *mib, threads, sockets, free, now_open, half_closed
     )
 
 
@@ -319,12 +325,21 @@ class Soak:
         end = time.monotonic() + FENCED_S
         while any(_open_transfers(server, settle=True) for server in self.servers()) and time.monotonic() < end:
             time.sleep(0.5)
-        for server in self.servers():
+        self.samples += [self.quiet_sample(server, done, end) for server in self.servers()]
+
+    def quiet_sample(self, server: SoakedServer, done: int, end: float) -> ResourceSample:
+        """Sample a server; until `end` once more if it just then has a canary, which looks like something left."""
+        lives = [one.free_blocks for one in self.samples if (one.server, one.pid) == (server.name, server.process.pid)]
+        while True:
             try:
                 newest = sample(server, done, self.session)
             except httpx.TimeoutException:  # the whole run may have been stopped for minutes during the request
                 newest = sample(server, done, self.session)
-            self.samples.append(newest)
+            if (not newest.open_transfers and newest.free_blocks in (lives[:1] or [newest.free_blocks])) or (
+                time.monotonic() >= end
+            ):
+                return newest
+            time.sleep(LOOK_S)
 
     # -- the verdict
 
@@ -359,6 +374,8 @@ class Soak:
                 findings.append(f"{name}: threads {[s.threads for s in samples]}")
             if last.sockets > base.sockets + 16:
                 findings.append(f"{name}: sockets {[s.sockets for s in samples]}")
+            if last.half_closed > HALF_CLOSED * max(1, last.workers):
+                findings.append(f"{name}: half-closed sockets {[s.half_closed for s in samples]}")
             if memory and last.host_mib > warm.host_mib * 1.03 + 8:
                 findings.append(f"{name}: MiB of its front end and scheduler {[round(s.host_mib) for s in samples]}")
             if memory and last.workers and name != self.reference.name:
@@ -394,15 +411,15 @@ class Soak:
     def report(self) -> list[str]:
         """Return Markdown: the samples, then the results of the prompts."""
         lines = [
-            "| prompts | server | pid | front end and scheduler, MiB | workers, MiB | threads | sockets | free blocks | open transfers |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| prompts | server | pid | front end and scheduler, MiB | workers, MiB | threads | sockets | half closed | free blocks | open transfers |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for s in self.samples:
             blocks = "" if s.free_blocks is None else s.free_blocks
             workers = f"{s.workers} × {s.workers_mib / s.workers:.0f}" if s.workers else ""
             transfers = "" if s.open_transfers is None else s.open_transfers
             lines.append(
-                f"| {s.done} | {s.server} | {s.pid} | {s.host_mib:.0f} | {workers} | {s.threads} | {s.sockets} | {blocks} | {transfers} |"
+                f"| {s.done} | {s.server} | {s.pid} | {s.host_mib:.0f} | {workers} | {s.threads} | {s.sockets} | {s.half_closed} | {blocks} | {transfers} |"
             )
         ended = ", ".join(f"{count} {what}" for what, count in self.ended.items() if count)
         lines += [

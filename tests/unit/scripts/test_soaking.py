@@ -7,7 +7,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,9 +55,33 @@ def test_a_worker_of_a_run_that_went_on_is_compared_with_the_reference_of_that_s
     assert f"decode, front end and scheduler: {said.replace('5 samples', '7 samples')}" in run.slopes()
 
 
+def test_sockets_of_engines_that_have_ended_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = soak_of(None, monkeypatch)
+    for age, half_closed in enumerate((0, 40, 144)):
+        one = replace(at(age, "prefill", 8, 400.0), workers=2, half_closed=half_closed)
+        run.samples += [at(age, "front", 7, 400.0), one]
+    assert run.growth() == []
+    run.samples.append(replace(one, half_closed=145))
+    assert run.growth() == ["prefill: half-closed sockets [0, 40, 144, 145]"]
+
+
+def test_a_canary_at_the_moment_of_a_sample_is_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = soak_of(None, monkeypatch)
+    server: Any = Server()
+    quiet = replace(at(0, "front", 7, 400.0), free_blocks=191, open_transfers=0)
+    looks = [quiet, replace(quiet, free_blocks=185, open_transfers=1), replace(quiet, free_blocks=185), quiet]
+    monkeypatch.setattr(soaking, "sample", lambda *_: looks.pop(0))
+    monkeypatch.setattr(soaking, "LOOK_S", 0.0)
+    run.samples.append(run.quiet_sample(server, 0, time.monotonic() + 60.0))
+    assert run.quiet_sample(server, 500, time.monotonic() + 60.0) == quiet and not looks
+    lost = replace(quiet, free_blocks=185)
+    monkeypatch.setattr(soaking, "sample", lambda *_: lost)
+    assert run.quiet_sample(server, 1000, time.monotonic()) == lost, "what stays is found"
+
+
 class Server:
     name = "front"
-    process: Any = None
+    process: Any = SimpleNamespace(pid=7)
 
 
 def soak_of(kept: Path | None, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Soak:
