@@ -42,7 +42,7 @@ from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
 from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, started
 from tools.support.client import body_of, complete, prompt
-from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.cluster import Cluster, fresh_directory, say, say_leaks
 from tools.support.fork_server import ForkServers
 from tools.support.models import RECIPES, ROOT
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, read
@@ -89,9 +89,7 @@ def main() -> int:
     else:
         say(f"all points are in {args.out}; with another --out they are measured anew")
     _report(args, kept)
-    for line in leaks:
-        say(f"left behind: {line}")
-    return 3 if leaks else 0
+    return say_leaks(leaks)
 
 
 def _parsed() -> argparse.Namespace:

@@ -36,7 +36,7 @@ from typing import Any
 
 from tools import bench_chat
 from tools.support.client import TimedAnswer, body_of, complete, prompt
-from tools.support.cluster import STRICT, Cluster, fresh_directory, say
+from tools.support.cluster import STRICT, Cluster, fresh_directory, say, say_leaks
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
 from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
@@ -342,9 +342,7 @@ def main() -> int:
     if args.chat:
         with Cluster(fresh_directory("bench_chat")) as cluster:
             print("\n".join(bench_chat.compare(cluster, args.chat, args.rounds)))
-        for line in cluster.leaks:
-            print(f"left behind: {line}")
-        return 3 if cluster.leaks else 0
+        return say_leaks(cluster.leaks)
     beside = {f"({letter})": settings for letter, settings in zip("defghijk", args.beside, strict=False)}
     if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
         parser.error(f"--beside takes KEY=VALUE, at most {len('defghijk')} times")
@@ -375,9 +373,7 @@ def main() -> int:
             print("\n".join(made), flush=True)
             rows += made
     print("\n==== all tables ====" + "\n".join(rows))
-    for line in leaks:
-        print(f"left behind: {line}")
-    return 3 if leaks else 0
+    return say_leaks(leaks)
 
 
 if __name__ == "__main__":

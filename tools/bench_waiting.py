@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tools.support.client import body_of, complete, leave_after, prompt
-from tools.support.cluster import STRICT, Cluster, Metaserver, fresh_directory
+from tools.support.cluster import STRICT, Cluster, Metaserver, fresh_directory, say_leaks
 from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
@@ -147,9 +147,7 @@ def main() -> int:
         f"patient waiting uses {used[PATIENT][1]:.2f} of a core (wanted < {WANTED_CORES}) and costs {lost:+.1f} ms of TTFT "
         f"(wanted <= {WANTED_TTFT_MS:.0f}): {'met' if good else 'NOT MET'}"
     )
-    for line in cluster.leaks:
-        print(f"left behind: {line}")
-    return 3 if cluster.leaks else 0
+    return say_leaks(cluster.leaks)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ import httpx
 
 from tools.bench_load_parts.figures import ranged
 from tools.bench_load_parts.pushed import ENDED_S, STEPS, cache_bytes, rotated, used
-from tools.bench_load_parts.systems import CACHED, MODEL, LoadedSystem, PairSettings, started
+from tools.bench_load_parts.systems import CACHED, MODEL, LoadedSystem, PairSettings, extra_config, started
 from tools.support.client import TIMEOUT, body_of, prompt, stream
-from tools.support.cluster import STRICT, Cluster, fresh_directory, say
+from tools.support.cluster import STRICT, Cluster, fresh_directory, say, say_leaks
 from tools.support.models import RECIPES
 
 STEP_TOKENS = 2048
@@ -64,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
         "kv_bytes": cache_bytes(BACKLOG * (STEP_TOKENS + 64 * most)),
         "max_seqs": BACKLOG * most,
     }
-    config = {"verify": "full" if args.verify else "off", **({"regroup": "always"} if args.regroup else {})}
-    of_pair = PairSettings(args.p_tp, most, "p", config=config)
+    of_pair = PairSettings(args.p_tp, most, "p", config=extra_config(args))
     about = (
         f"P TP {args.p_tp}, {most} prompts of {tokens} tokens a step; {args.repeats} turns, {args.seconds:g} s a phase"
     )
     turns: list[PerDs] = []
+    seeds = itertools.count()  # no two prompts are alike
     with Cluster(fresh_directory("bench_load")) as cluster, started(cluster, "b", shape, of_pair) as systems:
         pair = systems["b"]
         front, port = pair.front, int(pair.url.rpartition(":")[2])
@@ -78,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
             for number in rotated((0, *args.destinations), turn):
                 url = pair.prefills[0].url
                 if number:
-                    cluster.stop(*([front] if front is not None else []))
+                    if front is not None:
+                        cluster.stop(front)
                     front = cluster.metaserver(pair.prefills, pair.decodes[:number], port, STRICT)
                     url = front.url
                 with pair.running():
-                    seed = 10**7 * (1 + turn) + 10**5 * number
-                    one = asyncio.run(_steps(pair, url, tokens, BACKLOG * most, args.seconds, seed))
+                    one = asyncio.run(_steps(pair, url, tokens, BACKLOG * most, args.seconds, seeds))
                 phases[number] = one
                 said = f"turn {turn + 1}, {number} D's: a step {one.seconds * 1e3:.0f} ms, {one.tokens:.0f} tokens"
                 say(f"{said}, its core busy {one.busy:.0%}")
@@ -91,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
             rows = [f"{about}; medians (lowest–highest)", "", *table(turns)]
             (args.out / "destinations.md").write_text("\n".join(rows) + "\n")
     say("\n".join(["", *rows]))
-    for line in cluster.leaks:
-        say(f"left behind: {line}")
-    return 3 if cluster.leaks else 0
+    return say_leaks(cluster.leaks)
 
 
-async def _steps(pair: LoadedSystem, url: str, tokens: int, clients: int, seconds: float, seed: int) -> PSteps:
+async def _steps(
+    pair: LoadedSystem, url: str, tokens: int, clients: int, seconds: float, seeds: Iterator[int]
+) -> PSteps:
     """Return how P computes while so many clients have one prompt after another for it."""
     vocab, begin = RECIPES[MODEL].vocab, time.monotonic()
 
@@ -106,12 +107,11 @@ async def _steps(pair: LoadedSystem, url: str, tokens: int, clients: int, second
 
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), trust_env=False) as client:
 
-        async def ask(seed: int) -> None:
+        async def ask() -> None:
             while time.monotonic() < begin + seconds:
-                await stream(client, f"{url}/v1/completions", body_of(prompt(tokens, seed, vocab), 1))
-                seed += 1
+                await stream(client, f"{url}/v1/completions", body_of(prompt(tokens, next(seeds), vocab), 1))
 
-        asking = asyncio.gather(*(ask(seed + 1000 * number) for number in range(clients)))
+        asking = asyncio.gather(*(ask() for _ in range(clients)))
         await asyncio.sleep(FILLS * seconds)
         looks = [await look()]
         while time.monotonic() < begin + seconds:

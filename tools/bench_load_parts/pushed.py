@@ -27,17 +27,17 @@ import httpx
 import numpy as np
 
 from tools.bench_load_parts.figures import ranged
-from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, PairSettings, started
+from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, PairSettings, extra_config, started
 from tools.support.client import TIMEOUT, TimedAnswer, body_of, prompt, stream
-from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.cluster import Cluster, fresh_directory, say, say_leaks
 from tools.support.engine import EngineProcess
 from tools.support.models import RECIPES
+from tools.support.soaking import WORKER
 
 TALK = 2048  # tokens of an answer of a stream: more than there are in a phase
 TALK_PROMPT = 32
 BEGUN_S, ENDED_S = 240.0, 480.0  # until all streams have begun, and until a phase's prompts are done
 LOOK_S = 0.05
-WORKER = "VLLM::Worker"  # as vLLM names its processes
 STEPS = "vllm:iteration_tokens_total_count"
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -109,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
         "max_seqs": max(args.streams) + max(args.push),
     }
     of_p = cache_bytes(max(args.streams) * TALK_PROMPT + (2 * max(args.push) + 1) * args.pushed) // args.p_tp
-    config = {"verify": "full" if args.verify else "off", **({"regroup": "always"} if args.regroup else {})}
-    pair = PairSettings(args.p_tp, alone="d", p_kv_bytes=of_p, config=config)
+    pair = PairSettings(args.p_tp, alone="d", p_kv_bytes=of_p, config=extra_config(args))
     kinds = (True, False) if args.alone else (True,)
     phases = [NONE, *(PushPhase(number, pushed) for number in args.push for pushed in kinds)]
     phases += [PushPhase(0, False)] * args.alone
@@ -133,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
                         rows = [about, "", *table(turns, names)]
                         (args.out / "push.md").write_text("\n".join(rows) + "\n")
     say("\n".join(["", *rows]))
-    for line in cluster.leaks:
-        say(f"left behind: {line}")
-    return 3 if cluster.leaks else 0
+    return say_leaks(cluster.leaks)
 
 
 def gaps_within(times: Iterable[Sequence[float]], begin: float, end: float) -> list[float]:
@@ -274,7 +271,7 @@ def table(turns: Sequence[tuple[str, PushedTurn]], names: Mapping[str, str]) -> 
     columns += ["D's CPU a step, ms: worker, others", "p50 / none", "p99 / none"]
     alone = any(not phase.pushed for _, one in turns for phase in one.phases)
     columns += ["p99 / on P alone"] * alone
-    rows = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for system, streams in dict.fromkeys((system, one.streams) for system, one in turns):
         mine = [one for letter, one in turns if (letter, one.streams) == (system, streams)]
         for phase in sorted(mine[0].phases, key=lambda one: (one.prompts, one.pushed == (one.prompts > 0))):

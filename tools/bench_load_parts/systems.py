@@ -6,6 +6,7 @@ P's ranks have one core, and so have all D's of a pair that has several.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,11 @@ class PairSettings:
     p_kv_bytes: int = 0  # P's cache, if not as large as D's
     router: tuple[str, ...] = ()  # flags of this package's
     config: Mapping[str, Any] = field(default_factory=dict)  # kv_connector_extra_config of this package's engines
+
+
+def extra_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys of --regroup and --verify."""
+    return {"verify": "full" if args.verify else "off", **({"regroup": "always"} if args.regroup else {})}
 
 
 def cores(alone: str = "") -> tuple[list[int], list[int]]:

@@ -42,6 +42,13 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def say_leaks(leaks: Sequence[str]) -> int:
+    """Say what a cluster has left behind. Return the exit code of a run that is good otherwise."""
+    for line in leaks:
+        say(f"left behind: {line}")
+    return 3 if leaks else 0
+
+
 KEPT = 3  # directories of runs that have ended
 
 

@@ -335,9 +335,8 @@ class Soak:
                 newest = sample(server, done, self.session)
             except httpx.TimeoutException:  # the whole run may have been stopped for minutes during the request
                 newest = sample(server, done, self.session)
-            if (not newest.open_transfers and newest.free_blocks in (lives[:1] or [newest.free_blocks])) or (
-                time.monotonic() >= end
-            ):
+            quiet = not newest.open_transfers and newest.free_blocks in (lives[:1] or [newest.free_blocks])
+            if quiet or time.monotonic() >= end:
                 return newest
             time.sleep(LOOK_S)
 
