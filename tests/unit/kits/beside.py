@@ -55,7 +55,8 @@ class Delays:
 
     def __str__(self) -> str:
         worst = self.slowest
-        stacks = Counter(at for when, at in self.beside.seen if 0 <= when - worst.begun <= worst.seconds)
+        looks = self.beside.seen.copy()  # at once: the watching thread goes on
+        stacks = Counter(at for when, at in looks if 0 <= when - worst.begun <= worst.seconds)
         seen = "".join(f"\n{count:6} x {where}" for where, count in stacks.most_common(3))
         took = f"{worst.seconds * 1e3:.0f} ms and {worst.pieces} pieces of {self.beside.pieces}"
         return f"slowest of {len(self.all)} {self.what}: {took}; at{seen}"
