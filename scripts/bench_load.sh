@@ -8,4 +8,5 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 pd_setup run "$@"
 export PD_DEVICE
+if [[ " $* " == *" --vllm-ascend "* ]] && ! pd_wants_help "$@"; then tests/ascend_host/environment.sh 0.23 >/dev/null; fi
 exec "$PD_PYTHON" -m tools.bench_load "$@"

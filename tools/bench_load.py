@@ -4,7 +4,9 @@
 (a) two engines that compute prompts and answers, behind this package's router; (b) a pair with this package behind its
 router; (c) a pair with vLLM's MooncakeConnector over TCP behind vLLM's example of a router for it; (d) a pair with
 NixlConnector behind vLLM's toy proxy. Each engine has one thread on a core of its own; router and client have other
-cores if there are four, else all.
+cores if there are four, else all. With --vllm-ascend it is pairs under vllm-ascend 0.23 on a CANN in host memory: (b)
+again, and vllm-ascend's connectors behind their examples of routers, (e) MooncakeLayerwiseConnector and (f)
+MooncakeConnectorV1.
 
 Loads: Poisson arrivals (--rates), closed loops (--clients), both with each --prefix; chats of eight turns (--chats);
 requests of a trace in the form of Mooncake's public ones (--trace). Chats have a client of their own; for all others
@@ -40,7 +42,15 @@ from tools.bench_load_parts import client, destinations, figures, overload, plot
 from tools.bench_load_parts.figures import MeasuredPoint
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
-from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, started
+from tools.bench_load_parts.systems import (
+    MODEL,
+    NAMES,
+    ON_ASCEND,
+    TOKEN_BYTES,
+    LoadedSystem,
+    started,
+    started_on_ascend,
+)
 from tools.support.client import body_of, complete, prompt
 from tools.support.cluster import Cluster, fresh_directory, say, say_leaks
 from tools.support.fork_server import ForkServers
@@ -51,7 +61,18 @@ IDLE_REQUESTS = 5
 MODEL_LEN = 2048
 MOST_DESTINATIONS, MOST_PUSHED = 8, 64
 # What all points of a folder have in common: the same load is the same requests, and good means the same.
-SETTINGS = ("prompt", "answer", "turn", "seconds", "trace", "trace_lengths", "ttft_times", "tpot_times", "kv_mib")
+SETTINGS = (
+    "prompt",
+    "answer",
+    "turn",
+    "seconds",
+    "trace",
+    "trace_lengths",
+    "ttft_times",
+    "tpot_times",
+    "kv_mib",
+    "vllm_ascend",
+)
 
 
 def main() -> int:
@@ -83,7 +104,8 @@ def main() -> int:
             ForkServers([client.SERVE], cluster.logs) as forks,  # the client's imports take longer than a short point
         ):
             shape = {"max_len": MODEL_LEN, "chunk": 2048, "kv_bytes": args.kv_mib << 20, "max_seqs": 32}
-            with started(cluster, args.systems, shape) as systems:
+            start = started_on_ascend if args.vllm_ascend else started
+            with start(cluster, args.systems, shape) as systems:
                 _run(args, kept, missing, systems, trace, forks)
         leaks = cluster.leaks
     else:
@@ -118,7 +140,10 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--turn", type=int, default=64, help="tokens that a client adds to a chat (default: 64)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, for each point (default: 60)")
     parser.add_argument("--repeats", type=int, default=3, help="of each point (default: 3)")
-    parser.add_argument("--systems", default="abc", help="which of a, b, c and d (default: abc)")
+    parser.add_argument("--systems", help="which of a, b, c and d (default: abc), or of b, e and f (default: bef)")
+    parser.add_argument(
+        "--vllm-ascend", action="store_true", help="vllm-ascend's engines in host memory (.venv-ascend-host-0.23)"
+    )
     parser.add_argument(
         "--ttft-times", type=float, default=5.0, help="good: TTFT within so many times an idle engine's (default: 5)"
     )
@@ -180,8 +205,10 @@ def _parsed() -> argparse.Namespace:
         "--out", type=Path, default=ROOT / "out/bench_load/run", help="folder of the run (default: out/bench_load/run)"
     )
     args = parser.parse_args()
-    if not args.systems or set(args.systems) - NAMES.keys():
-        parser.error("--systems takes letters of abcd")
+    letters = "".join(ON_ASCEND) if args.vllm_ascend else "abcd"
+    args.systems = letters[:3] if args.systems is None else args.systems
+    if not args.systems or set(args.systems) - set(letters):
+        parser.error(f"--systems takes letters of {letters}" + (" with --vllm-ascend" if args.vllm_ascend else ""))
     if any(not 0 <= share < 100 for share in args.prefix):
         parser.error("--prefix takes 0 to 99")
     longest = max(args.prompt + args.answer, TURNS * (args.turn + args.answer) if args.chats else 0)
@@ -208,6 +235,8 @@ def _misfit(args: argparse.Namespace) -> str:
         return "--push needs a system with a D: --systems b, c or d"
     if max(args.push, default=1) > MOST_PUSHED or args.pushed > MODEL_LEN:
         return f"--push takes at most {MOST_PUSHED}, --pushed at most {MODEL_LEN}"
+    if args.vllm_ascend and (args.push or args.destinations or args.overload):
+        return "--vllm-ascend goes with loads, not with --push, --destinations or --overload"
     if args.regroup and args.p_tp == 1:
         return "--regroup needs --p-tp of at least 2"
     if (args.alone or args.cached) and not args.push:

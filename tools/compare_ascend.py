@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of this package's connector with vllm-ascend's own two: the same engines, requests and faults. One table.
 
-Each connector has its own router: our metaserver, or the examples in vllm-ascend's source distribution. What a run has
-found is kept in out/compare-ascend.json, so that an interrupted run continues.
+What a run has found is kept in out/compare-ascend.json, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from tools.compare_kinds import one_line, package, refusal, within
-from tools.support import sdist
 from tools.support.checks import counter, fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks
 from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, complete, stream
 from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.contenders import CONTENDERS, Contender, ContenderSite, PairShape
 from tools.support.engine import EngineProcess
 from tools.support.from_tests import older_host_build
-from tools.support.models import ROOT, ensure
+from tools.support.models import ROOT
 from tools.support.pages import Marks
-from tools.support.process import Child, ProcessDied
-from tools.support.spec import PATIENT, EngineSpec, child_environment
+from tools.support.process import ProcessDied
 
 if TYPE_CHECKING:
     from host_build import HostBuild
@@ -47,114 +44,9 @@ ANSWER_S = 90.0  # after that a client gives up
 RIGHT, NOTHING = "right", f"nothing for {ANSWER_S:.0f} s"
 CLEAN_S = 60.0
 LOOK_S = 0.01  # between two looks at a request in progress
-ROUTER_S = 60.0
-EXAMPLES = "examples/disaggregated_prefill_v1"
-
-
-@dataclass(frozen=True)
-class PairShape:
-    """Ranks of P and of D, and whether engines are killed."""
-
-    p: int
-    d: int
-    faults: bool = False
-
-    def __str__(self) -> str:
-        return f"TP {self.p} → {self.d}"
-
-    @property
-    def word(self) -> str:
-        return f"{self.p}to{self.d}"
 
 
 SHAPES = (PairShape(1, 1, faults=True), PairShape(2, 1), PairShape(1, 2))
-
-
-@dataclass(frozen=True)
-class Contender:
-    connector: str
-    router: str  # an example of vllm-ascend's; "": our metaserver
-    p: dict[str, Any] = field(default_factory=dict)  # further fields of --kv-transfer-config
-    d: dict[str, Any] = field(default_factory=dict)
-
-
-THEIRS = ({"kv_port": 26700, "engine_id": "p"}, {"kv_port": 26800, "engine_id": "d"})
-CONTENDERS = (
-    Contender("AscendPushConnector", ""),
-    Contender("MooncakeLayerwiseConnector", "load_balance_proxy_layerwise_server_example.py", *THEIRS),
-    Contender("MooncakeConnectorV1", "load_balance_proxy_server_example.py", *THEIRS),
-)
-
-
-class ContenderSite:
-    """A connector's engines and its router."""
-
-    def __init__(self, contender: Contender, shape: PairShape, cluster: Cluster, build: HostBuild) -> None:
-        self.contender, self.shape, self.cluster, self.build = contender, shape, cluster, build
-        port = cluster.port()
-        url = f"http://127.0.0.1:{port}"
-        self.p, self.d = cluster.start(self._spec("p", "kv_producer", url), self._spec("d", "kv_consumer", url))
-        self.url = url
-        self._router: Child | None = None
-        if contender.router:
-            self._router = self._start_example(port)
-        else:
-            cluster.metaserver([self.p], [self.d], port, ("--no-canary",))
-
-    def _spec(self, name: str, role: str, url: str) -> EngineSpec:
-        contender, shape, mine = self.contender, self.shape, not self.contender.router
-        metaservers = [url] if role == "kv_consumer" else []
-        ours = self.cluster.push_config(*metaservers, verify="off", mooncake_protocol="tcp")
-        theirs = {side: {"dp_size": 1, "tp_size": tp} for side, tp in (("prefill", shape.p), ("decode", shape.d))}
-        return EngineSpec(
-            f"{contender.connector}-{name}",
-            ensure("gqa"),
-            role=role,
-            tp=shape.p if role == "kv_producer" else shape.d,
-            chunk=512,
-            connector=contender.connector,
-            extra=ours if mine else theirs,
-            transfer=contender.p if role == "kv_producer" else contender.d,
-            python=str(self.build.python),
-            npu=True,
-            plugins=(*self.build.plugins, PATIENT),
-            arguments=("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20)),
-            environment={**self.build.variables(), "ASCEND_HOST_WIRE": "tcp", "STAND_IN_DEVICES": "8"},
-        )
-
-    def _start_example(self, port: int) -> Child:
-        folder = self.cluster.directory / "routers"
-        folder.mkdir(exist_ok=True)
-        for name, text in sdist.read(sdist.ensure(sdist.OLDER), EXAMPLES, ".py").items():
-            (folder / name).write_text(text)
-        words = [sys.executable, str(folder / self.contender.router), "--host", "127.0.0.1", "--port", str(port)]
-        for role, engine in (("prefiller", self.p), ("decoder", self.d)):
-            words += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", engine.url.rsplit(":", 1)[1]]
-        router = Child("router", words, self.cluster.logs / f"{self.contender.router}.log", child_environment(), folder)
-        until = time.monotonic() + ROUTER_S
-        while not _answers(f"{self.url}/healthcheck"):
-            if time.monotonic() > until or not router.alive:
-                router.stop()
-                raise RuntimeError(f"{self.contender.router} is not ready:\n{router.tail()}")
-            time.sleep(0.5)
-        return router
-
-    def stop_router(self) -> None:
-        if self._router is not None:
-            self._router.stop()
-
-    def restarted(self, engine: EngineProcess) -> EngineProcess:
-        """Start the killed engine anew with the same command."""
-        self.cluster.stop(engine)
-        (started,) = self.cluster.start(engine.spec)
-        return started
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 class Column:

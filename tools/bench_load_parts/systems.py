@@ -15,7 +15,9 @@ from typing import Any
 
 from tools.support import routers
 from tools.support.cluster import STRICT, Cluster, Metaserver, say
+from tools.support.contenders import CONTENDERS, ContenderSite, PairShape, SiteSettings
 from tools.support.engine import EngineProcess
+from tools.support.from_tests import older_host_build
 from tools.support.in_tree import install_nixl, start_mooncake, start_nixl
 from tools.support.models import ensure
 from tools.support.process import ProcessDied
@@ -24,6 +26,8 @@ from tools.support.spec import EngineSpec, MetaserverSpec
 MODEL = "base16"
 TOKEN_BYTES = 32 << 10  # of KV
 NAMES = {"a": "two engines", "b": "this package", "c": "in-tree Mooncake", "d": "in-tree NIXL"}
+ON_ASCEND = dict(zip("bef", CONTENDERS, strict=True))  # systems under vllm-ascend
+NAMES |= {letter: contender.connector for letter, contender in ON_ASCEND.items() if contender.router}
 ENGINES = 2
 STARTED_AT_ONCE = 4  # what a core has loaded before cluster.start gives up
 # Of two sessions that share a core the kernel asks the sessions' own niceness, where it has one, before the processes'.
@@ -56,6 +60,11 @@ class LoadedSystem:
             totals |= {"written": sum(written), "lacked": sum(one.get(LACKED, 0.0) for one in d)}
         return totals
 
+    def rest(self) -> None:
+        """Let it stand still until it is asked, if it is to."""
+        for engine in self.engines if self.paused else ():
+            engine.process.pause()
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let its processes run. Raise ProcessDied if an engine has ended meanwhile."""
@@ -67,8 +76,7 @@ class LoadedSystem:
             for engine in self.engines:
                 if not engine.process.alive:
                     raise ProcessDied(f"{engine.name} has ended; the end of its log:\n{engine.process.tail()}")
-                if self.paused:
-                    engine.process.pause()
+            self.rest()
 
 
 @dataclass(frozen=True)
@@ -103,10 +111,8 @@ def started(
     cluster: Cluster, wanted: str, shape: dict[str, Any], pair: PairSettings = PairSettings()
 ) -> Iterator[dict[str, LoadedSystem]]:
     """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had."""
-    model, (engine_cores, rest) = ensure(MODEL), cores(pair.alone)
+    model, engine_cores = ensure(MODEL), _divided(pair.alone)
     polite = ("bash", "-c", POLITE) if pair.alone else ()
-    os.sched_setaffinity(0, rest)  # what is started from here on, except for the engines
-    say(f"engines on cores {_listed(engine_cores)}, one thread each; routers and client on {_listed(rest)}")
 
     def spec(core: int, name: str, role: str, **more: Any) -> EngineSpec:
         prefix = (*polite, "taskset", "-c", str(engine_cores[core]))
@@ -129,9 +135,31 @@ def started(
                 systems["b"] = _ours(cluster, of_pair, pair)
             else:
                 systems[letter] = _in_tree(cluster, of_pair, letter, ends)
-            for engine in systems[letter].engines if systems[letter].paused else ():
-                engine.process.pause()
+            systems[letter].rest()
         yield systems
+
+
+@contextmanager
+def started_on_ascend(cluster: Cluster, wanted: str, shape: dict[str, Any]) -> Iterator[dict[str, LoadedSystem]]:
+    """Start pairs under vllm-ascend itself, on a CANN in host memory."""
+    sizes = {name: size for name, size in shape.items() if name != "kv_bytes"}
+    settings = SiteSettings(MODEL, shape["kv_bytes"], sizes, _divided())
+    build, systems = older_host_build(), dict[str, LoadedSystem]()
+    with ExitStack() as ends:
+        for letter in wanted:
+            site = ContenderSite(ON_ASCEND[letter], PairShape(1, 1), cluster, build, settings)
+            ends.callback(site.stop_router)
+            systems[letter] = LoadedSystem(site.url, [site.p], [site.d], paused=letter != "b")
+            systems[letter].rest()
+        yield systems
+
+
+def _divided(alone: str = "") -> list[int]:
+    """Return a core for each engine. What is started from here on has the others, except for the engines."""
+    engine_cores, rest = cores(alone)
+    os.sched_setaffinity(0, rest)
+    say(f"engines on cores {_listed(engine_cores)}, one thread each; routers and client on {_listed(rest)}")
+    return engine_cores
 
 
 def _colocated(cluster: Cluster, spec: Any) -> LoadedSystem:

@@ -286,6 +286,9 @@ def test_a_step_of_p_is_compared_with_one_without_a_push_in_the_same_turn() -> N
         ("--push 4 --regroup", "at least 2"),
         ("--destinations 8 --alone", "go with --push"),
         ("--verify", "go with --push or --destinations"),
+        ("--vllm-ascend --overload 2", "not with --push"),
+        ("--vllm-ascend --systems ab", "letters of bef with --vllm-ascend"),
+        ("--systems e", "letters of abcd"),
     ],
 )
 def test_flags_that_mean_nothing_together_are_refused(
