@@ -13,7 +13,8 @@ requests of a trace in the form of Mooncake's public ones (--trace). Chats have 
 it is `vllm bench serve`, whose figures these are. A load's requests, times and prompts are the same for each system,
 and others in each repeat; they are kept as a trace file that `vllm-ascend-pd plan --load` reads.
 
-Goodput: answers a second with TTFT and mean TPOT within multiples of what one idle engine takes. `computed / new`:
+Goodput: answers a second with TTFT and mean TPOT within multiples of what one idle engine takes. Beside the pair of
+(b) stands what `plan --load` says of the same requests. `computed / new`:
 tokens of prompts that engines computed, for each that was in no earlier prompt of the load. `bytes / lacked`: bytes
 that P wrote for each of KV that D lacked.
 
@@ -38,10 +39,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.bench_load_parts import client, destinations, figures, overload, plot, pushed
+from tools.bench_load_parts import client, destinations, figures, overload, planned, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
-from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
+from tools.bench_load_parts.loads import CHUNK, TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
 from tools.bench_load_parts.systems import (
     MODEL,
     NAMES,
@@ -56,9 +57,11 @@ from tools.support.cluster import Cluster, fresh_directory, say, say_leaks
 from tools.support.fork_server import ForkServers
 from tools.support.models import RECIPES, ROOT
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, read
+from vllm_ascend_pd.cli.load.engine import EngineSizes
 
 IDLE_REQUESTS = 5
 MODEL_LEN = 2048
+STEP_TOKENS, AT_ONCE = 2048, 32  # --max-num-batched-tokens and --max-num-seqs
 MOST_DESTINATIONS, MOST_PUSHED = 8, 64
 # What all points of a folder have in common: the same load is the same requests, and good means the same.
 SETTINGS = (
@@ -103,7 +106,7 @@ def main() -> int:
             Cluster(fresh_directory("bench_load")) as cluster,
             ForkServers([client.SERVE], cluster.logs) as forks,  # the client's imports take longer than a short point
         ):
-            shape = {"max_len": MODEL_LEN, "chunk": 2048, "kv_bytes": args.kv_mib << 20, "max_seqs": 32}
+            shape = {"max_len": MODEL_LEN, "chunk": STEP_TOKENS, "kv_bytes": args.kv_mib << 20, "max_seqs": AT_ONCE}
             start = started_on_ascend if args.vllm_ascend else started
             with start(cluster, args.systems, shape) as systems:
                 _run(args, kept, missing, systems, trace, forks)
@@ -326,7 +329,7 @@ def _point(
             else:
                 arrivals, chunk = requests(case, lengths, repeat, idle_s, trace)
                 new = new_tokens(arrivals, chunk)
-                file = args.out / f"{case.kind}-{case.value:g}-prefix-{case.prefix}-{repeat}.jsonl"
+                file = planned.trace_of(args.out, case, repeat)
                 file.write_text(written(renamed(one, seed) for one in arrivals))
 
                 def progress(seconds: float) -> None:
@@ -343,12 +346,15 @@ def _point(
 def _report(args: argparse.Namespace, kept: KeptPoints) -> None:
     names = {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems}
     idle = Limits(**json.loads((args.out / "idle.json").read_text()))
+    good = Limits(args.ttft_times * idle.ttft, args.tpot_times * idle.tpot)
     limits = (
-        f"good: TTFT within {args.ttft_times * idle.ttft:.2f} s and TPOT within {args.tpot_times * idle.tpot * 1e3:.0f} ms "
+        f"good: TTFT within {good.ttft:.2f} s and TPOT within {good.tpot * 1e3:.0f} ms "
         f"({args.ttft_times:g}, {args.tpot_times:g} × idle)"
     )
     sizes = f"{args.prompt} tokens in, {args.answer} out; {args.repeats} runs of {args.seconds:g} s"
     rows = [f"{sizes}; {limits}; medians (lowest–highest)", "", *figures.table(kept.points, names)]
+    engine = EngineSizes(STEP_TOKENS, AT_ONCE, (args.kv_mib << 20) // TOKEN_BYTES, CHUNK)
+    rows += ["", *planned.rows(args.out, kept.points, good, engine)]
     say("\n".join(["", *rows]))
     (args.out / "table.md").write_text("\n".join(rows) + "\n")
     points = [{"system": p.system, "case": asdict(p.case), "repeat": p.repeat, **p.figures} for p in kept.points]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tools import bench_load
-from tools.bench_load_parts import client, destinations, figures, loads, overload, plot, pushed, systems
+from tools.bench_load_parts import client, destinations, figures, loads, overload, planned, plot, pushed, systems
 from tools.bench_load_parts.destinations import PLook, PSteps
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
@@ -25,6 +25,7 @@ from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
 from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
 from tools.bench_load_parts.pushed import MeasuredPhase, PushedTurn, Used
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
+from vllm_ascend_pd.cli.load.engine import EngineSizes
 
 LENGTHS = Lengths(prompt=512, answer=48, seconds=50.0)
 NAMES = {"a": "(a) one & the same", "b": "(b) another"}
@@ -151,6 +152,33 @@ def test_ticks_are_few_and_round(most: float, step: float) -> None:
 def test_a_run_in_which_nothing_was_good_can_be_drawn() -> None:
     ElementTree.fromstring(plot.svg([point("a", 0.5, 0, 0.0)], NAMES, ""))
     ElementTree.fromstring(plot.svg([], NAMES, ""))
+
+
+# -- the plan of its requests
+
+
+def engine_page(prompts: int, gaps: int, gap_s: float, steps: int, tokens: int) -> str:
+    """Return an engine's metrics. A prompt takes a second."""
+    said = {"request_prefill_time_seconds": (prompts, prompts), "inter_token_latency_seconds": (gaps, gaps * gap_s)}
+    said["iteration_tokens_total"] = (steps, tokens)
+    return "".join(f"vllm:{name}_count {count}\nvllm:{name}_sum {total}\n" for name, (count, total) in said.items())
+
+
+def test_a_plan_of_the_same_requests_stands_beside_what_the_pair_did(tmp_path: Path) -> None:
+    load = [Arrival(10.0 * number, 512, 11, tuple(range(16 * number, 16 * number + 16))) for number in range(4)]
+    for repeat in range(2):
+        planned.trace_of(tmp_path, LoadCase("rate", 0.1), repeat).write_text(loads.written(load))
+    for number, times in enumerate((1, 2)):  # counts go on from point to point
+        (tmp_path / f"ours-p-000{2 * number}.prom").write_text(engine_page(8 * times, 0, 0.0, 8 * times, 4096 * times))
+        (tmp_path / f"ours-d-000{2 * number + 1}.prom").write_text(engine_page(4, 40 * times, 0.05, 40, 40))
+    did = {"p90_ttft_ms": 2000.0, "p50_tpot_ms": 40.0}
+    points = [point("b", 0.1, 0, 0.5, **did), point("a", 0.1, 0, 9.0), point("b", 0.1, 1, 1.0, **did)]
+    sizes = EngineSizes(2048, 32, 16384, 32)
+    head, _, _, _, row = planned.rows(tmp_path, points, Limits(5.0, 0.1), sizes)
+    assert "0 ms a step and 1.95 ms for each of prompts, 50 ms a step and 0 ms for each of answers" in head
+    assert row == "| 0.1, 0 % | 0.13, 0.75 | 1.03, 0.75 | 1.03, 2.00 | 50, 40 | 1.55 (1.03–2.06) |"
+    assert planned.rows(tmp_path, points[1:2], Limits(5.0, 0.1), sizes) == []
+    assert planned.rows(tmp_path / "none", points, Limits(5.0, 0.1), sizes) == []
 
 
 # -- what is kept
