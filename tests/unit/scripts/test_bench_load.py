@@ -173,6 +173,7 @@ def test_a_plan_of_the_same_requests_stands_beside_what_the_pair_did(tmp_path: P
         (tmp_path / f"ours-d-000{2 * number + 1}.prom").write_text(engine_page(4, 40 * times, 0.05, 40, 40))
     did = {"p90_ttft_ms": 2000.0, "p50_tpot_ms": 40.0}
     points = [point("b", 0.1, 0, 0.5, **did), point("a", 0.1, 0, 9.0), point("b", 0.1, 1, 1.0, **did)]
+    points.append(MeasuredPoint("b", LoadCase("rate", 0.2), 0, {"completed": 0}))
     sizes = EngineSizes(2048, 32, 16384, 32)
     head, _, _, _, row = planned.rows(tmp_path, points, Limits(5.0, 0.1), sizes)
     assert "0 ms a step and 1.95 ms for each of prompts, 50 ms a step and 0 ms for each of answers" in head
