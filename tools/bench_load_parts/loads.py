@@ -58,7 +58,7 @@ def requests(
     dice = random.Random(f"{case}/{repeat}")
     if case.kind == "rate":
         count = max(4, round(case.value * lengths.seconds))
-        at = poisson((dice.expovariate(1.0) for _ in range(count)), case.value)
+        at = at_rate(poisson((dice.expovariate(1.0) for _ in range(count)), case.value), case.value)
     else:
         count = max(2 * int(case.value), round(lengths.seconds / idle_s))
         at = [0.0] * count
@@ -82,6 +82,12 @@ def scaled(load: Sequence[Arrival], lengths: float, speed: float) -> list[Arriva
 def poisson(times: Iterable[float], rate: float) -> list[float]:
     """Return the times of as many arrivals, at `rate` a second. `times`: drawn from an exponential of mean 1."""
     return list(accumulate(gap / rate for gap in times))
+
+
+def at_rate(at: Sequence[float], rate: float) -> list[float]:
+    """Return the arrivals from 0 on, stretched so that they come at just this rate: of a few, a draw's own is far off."""
+    stretch = (len(at) - 1) / rate / (at[-1] - at[0])
+    return [(when - at[0]) * stretch for when in at]
 
 
 def alike(at: Sequence[float], prompt: int, answer: int, prefix: int, chunk: int) -> list[Arrival]:

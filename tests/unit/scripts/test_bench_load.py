@@ -45,6 +45,9 @@ def test_a_load_is_the_same_for_each_system_and_another_in_each_repeat() -> None
     assert loads.requests(case, LENGTHS, 0, 3.0, []) == (first, chunk)
     other, _ = loads.requests(case, LENGTHS, 1, 3.0, [])
     assert len(first) == len(other) == 40 and [one.at for one in first] != [one.at for one in other]
+    for few in (first, other, loads.requests(LoadCase("rate", 0.01), LENGTHS, 0, 3.0, [])[0]):
+        rate = 0.01 if len(few) == 4 else 0.8  # just the rate that was asked for, whatever was drawn
+        assert few[0].at == 0.0 and few[-1].at == pytest.approx((len(few) - 1) / rate)
 
 
 @pytest.mark.parametrize(("prefix", "new"), [(0, 512), (90, 512 - 448)])
