@@ -344,28 +344,33 @@ def _point(
 
 
 def _report(args: argparse.Namespace, kept: KeptPoints) -> None:
-    names = {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems}
+    """Write and print what all points of the folder say, those of earlier runs with other flags, too."""
+    measured = {one.system for one in kept.points}
+    names = {letter: f"({letter}) {name}" for letter, name in NAMES.items() if letter in measured}
     idle = Limits(**json.loads((args.out / "idle.json").read_text()))
     good = Limits(args.ttft_times * idle.ttft, args.tpot_times * idle.tpot)
     limits = (
         f"good: TTFT within {good.ttft:.2f} s and TPOT within {good.tpot * 1e3:.0f} ms "
         f"({args.ttft_times:g}, {args.tpot_times:g} × idle)"
     )
-    sizes = f"{args.prompt} tokens in, {args.answer} out; {args.repeats} runs of {args.seconds:g} s"
+    sizes = f"{args.prompt} tokens in, {args.answer} out; {figures.runs(kept.points)} runs of {args.seconds:g} s"
     rows = [f"{sizes}; {limits}; medians (lowest–highest)", "", *figures.table(kept.points, names)]
-    engine = EngineSizes(STEP_TOKENS, AT_ONCE, (args.kv_mib << 20) // TOKEN_BYTES, CHUNK)
-    rows += ["", *planned.rows(args.out, kept.points, good, engine)]
     say("\n".join(["", *rows]))
     (args.out / "table.md").write_text("\n".join(rows) + "\n")
     points = [{"system": p.system, "case": asdict(p.case), "repeat": p.repeat, **p.figures} for p in kept.points]
     said = {"idle": asdict(idle), "limits": limits, "sizes": sizes, "systems": names, "points": points}
     (args.out / "load.json").write_text(json.dumps(said, indent=1))
     kept_there = "load.json and table.md"
-    if args.rates:
+    if any(one.case.kind == "rate" for one in kept.points):
         picture = plot.svg(kept.points, names, f"{sizes}; {limits}")
         (args.out / "load.svg").write_text(picture)
         why = plot.png(picture, args.out / "load.png")
         kept_there += f", and load.svg (no PNG: {why})" if why else ", and load.svg and load.png"
+    engine = EngineSizes(STEP_TOKENS, AT_ONCE, (args.kv_mib << 20) // TOKEN_BYTES, CHUNK)
+    if plan := planned.rows(args.out, kept.points, good, engine):
+        say("\n".join(["", *plan]))
+        (args.out / "plan.md").write_text("\n".join(plan) + "\n")
+        kept_there += "; plan.md"
     say(f"\nkept in {args.out}: {kept_there}")
 
 

@@ -113,7 +113,7 @@ def cases_of(points: Sequence[MeasuredPoint]) -> list[LoadCase]:
 def table(points: Sequence[MeasuredPoint], names: Mapping[str, str]) -> list[str]:
     """Return a table in Markdown for each load: medians, and (lowest–highest)."""
     head = (
-        "| | goodput, requests/s | answered, requests/s | tokens/s | TTFT p50, p90, p99, s | TPOT p50, p90, p99, ms |"
+        "| | goodput, requests/s | answered, requests/s | tokens/s | TTFT p50, p90, s | TPOT p50, p90, ms |"
         " ITL p50, p99, ms | computed / new | bytes / lacked | failed |"
     )
     rows: list[str] = []
@@ -121,32 +121,36 @@ def table(points: Sequence[MeasuredPoint], names: Mapping[str, str]) -> list[str
         rows += ["", f"{case}:", "", head, "|---" * 10 + "|"]
         for system, name in names.items():
             if mine := of(points, system, case):
-                rows.append(f"| {name} | {' | '.join(_cells(mine))} |")
+                fewer = f", {len(mine)} of {runs(points)} runs" if len(mine) < runs(points) else ""
+                rows.append(f"| {name}{fewer} | {' | '.join(_cells(mine))} |")
     return rows[1:]
 
 
+def runs(points: Iterable[MeasuredPoint]) -> int:
+    """Return how often a load was run that was run most often."""
+    return max((one.repeat for one in points), default=-1) + 1
+
+
 def _cells(mine: Sequence[MeasuredPoint]) -> list[str]:
-    def ranged(key: str, digits: int, factor: float = 1.0) -> str:
-        spread_of = spread(mine, key)
-        if spread_of is None:
+    def shown(key: str, digits: int, factor: float = 1.0) -> str:
+        if (spread_of := spread(mine, key)) is None:
             return "–"
         middle, low, high = (f"{value * factor:.{digits}f}" for value in spread_of)
         return f"{middle} ({low}–{high})" if len(mine) > 1 else middle
 
-    def medians(time: str, percents: Iterable[int], digits: int, factor: float) -> str:
-        spreads = (spread(mine, f"p{percent}_{time}_ms") for percent in percents)
-        return ", ".join(f"{one[0] * factor:.{digits}f}" if one else "–" for one in spreads)
+    def times(time: str, percents: Iterable[int], digits: int, factor: float = 1.0) -> str:
+        return ", ".join(shown(f"p{percent}_{time}_ms", digits, factor) for percent in percents)
 
     failed = sum(one.figures.get("failed", 0) for one in mine)
     lost = sum(one.failed for one in mine)
     return [
-        ranged("request_goodput", 2),
-        ranged("request_throughput", 2),
-        ranged("output_throughput", 1),
-        medians("ttft", PERCENTILES, 2, 1e-3),
-        medians("tpot", PERCENTILES, 0, 1.0),
-        medians("itl", (50, 99), 0, 1.0),
-        ranged("computed_per_new", 2),
-        ranged("bytes_per_lacked", 2),
+        shown("request_goodput", 2),
+        shown("request_throughput", 2),
+        shown("output_throughput", 1),
+        times("ttft", (50, 90), 2, 1e-3),
+        times("tpot", (50, 90), 0),
+        times("itl", (50, 99), 0),
+        shown("computed_per_new", 2),
+        shown("bytes_per_lacked", 2),
         f"{failed}" + (f", {lost} runs" if lost else ""),
     ]

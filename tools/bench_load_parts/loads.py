@@ -85,7 +85,7 @@ def poisson(times: Iterable[float], rate: float) -> list[float]:
 
 
 def at_rate(at: Sequence[float], rate: float) -> list[float]:
-    """Return the arrivals from 0 on, stretched so that they come at just this rate: of a few, a draw's own is far off."""
+    """Return the arrivals from 0 on, stretched so that they come at just this rate: a draw of few is far off."""
     stretch = (len(at) - 1) / rate / (at[-1] - at[0])
     return [(when - at[0]) * stretch for when in at]
 

@@ -20,7 +20,8 @@ from vllm_ascend_pd.cli.load.engine import EngineSizes
 from vllm_ascend_pd.cli.load.lines import StepLine, StepLines, measured
 from vllm_ascend_pd.cli.load.world import LoadedFleet
 
-PAIR_S, BACK_S = 0.03, 60.0  # as the command's own
+PAIR_S, BACK_S = 0.03, 60.0  # defaults of the command's flags
+PAIRS = ("ours", "AscendPushConnector")  # what the engines of (b) are called
 COLUMNS = (
     ("goodput, requests/s", 1.0, 2),
     ("TTFT p50, s", 1.0, 2),
@@ -47,13 +48,14 @@ def rows(folder: Path, points: Sequence[MeasuredPoint], limits: Limits, sizes: E
 
     Closed loops are left out: the next request's time is the last one's end, which a trace does not say.
     """
-    pages = [page.read_text() for name in ("ours-p", "ours-d") for page in sorted(folder.glob(f"{name}-*.prom"))]
+    names = [f"{pair}-{side}-*.prom" for pair in PAIRS for side in "pd"]
+    pages = [page.read_text() for name in names for page in sorted(folder.glob(name))]
     lines, cases = step_lines(pages), [case for case in cases_of(points) if case.kind == "rate"]
     if lines is None or not any(of(points, "b", case) for case in cases):
         return []
     logging.getLogger("vllm_ascend_pd.router").addHandler(logging.NullHandler())  # `compare` loses engines, too
     made = [
-        f"`plan --load` with {_words(lines.prefill)} of prompts, {_words(lines.decode)} of answers:",
+        f"`plan --load`; a step takes {_words(lines.prefill)} a token of prompts, {_words(lines.decode)} an answer:",
         "",
         f"| requests/s, prefix | {' | '.join(f'{name}: plan, pair' for name, _, _ in COLUMNS)} | TTFT p50: plan / pair |",
         "|---" * (len(COLUMNS) + 2) + "|",
@@ -85,4 +87,4 @@ def _planned(trace: Path, lines: StepLines, limits: Limits, sizes: EngineSizes) 
 
 
 def _words(line: StepLine) -> str:
-    return f"{line.base * 1e3:.3g} ms a step and {line.slope * 1e3:.3g} ms for each"
+    return f"{line.base * 1e3:.3g} ms and {line.slope * 1e3:.3g} ms"

@@ -100,14 +100,14 @@ class ContenderSite:
         contender, shape, settings = self.contender, self.shape, self._settings
         metaservers = [self.url] if role == "kv_consumer" else []
         ours = self.cluster.push_config(*metaservers, verify="off", mooncake_protocol="tcp")
+        del ours["trace_dir"]  # the others write none
         theirs = {side: {"dp_size": 1, "tp_size": tp} for side, tp in (("prefill", shape.p), ("decode", shape.d))}
-        core = str(settings.cores["pd".index(name)]) if settings.cores else ""
         return EngineSpec(
             f"{contender.connector}-{name}",
             ensure(settings.model),
             role=role,
             tp=shape.p if role == "kv_producer" else shape.d,
-            prefix=("taskset", "-c", core) if core else (),
+            prefix=("taskset", "-c", str(settings.cores["pd".index(name)])) if settings.cores else (),
             connector=contender.connector,
             extra=theirs if contender.router else ours,
             transfer=contender.p if role == "kv_producer" else contender.d,
@@ -115,12 +115,7 @@ class ContenderSite:
             npu=True,
             plugins=(*self.build.plugins, PATIENT),
             arguments=("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(settings.kv_bytes)),
-            environment={
-                **self.build.variables(),
-                "ASCEND_HOST_WIRE": "tcp",
-                "STAND_IN_DEVICES": "8",
-                **({"OMP_NUM_THREADS": "1"} if core else {}),
-            },
+            environment={**self.build.variables(), "ASCEND_HOST_WIRE": "tcp", "STAND_IN_DEVICES": "8"},
             **settings.sizes,
         )
 

@@ -10,7 +10,8 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -24,6 +25,9 @@ from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
 from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
 from tools.bench_load_parts.pushed import MeasuredPhase, PushedTurn, Used
+from tools.support import contenders
+from tools.support.contenders import ContenderSite
+from tools.support.spec import EngineSpec
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 from vllm_ascend_pd.cli.load.engine import EngineSizes
 
@@ -112,7 +116,8 @@ def test_the_table_has_medians_and_ranges_and_says_what_failed() -> None:
     assert [row for row in rows if row.endswith(":")] == ["0.5 requests/s, prefix 0 %:", "0.5 requests/s, prefix 90 %:"]
     cells = {row.split(" | ")[0]: row.strip("| ").split(" | ") for row in rows[:7] if row.startswith("| (")}
     assert cells["| (a) one & the same"][1] == "0.40 (0.30–0.50)" and cells["| (a) one & the same"][-1] == "0"
-    assert cells["| (b) another"][1] == "0.20 (0.20–0.20)" and cells["| (b) another"][-1] == "2, 1 runs"
+    other = cells["| (b) another, 2 of 3 runs"]
+    assert other[1] == "0.20 (0.20–0.20)" and other[-1] == "2, 1 runs"
     assert {row.count("|") for row in rows if row.startswith("|")} == {11}
 
 
@@ -179,7 +184,7 @@ def test_a_plan_of_the_same_requests_stands_beside_what_the_pair_did(tmp_path: P
     points.append(MeasuredPoint("b", LoadCase("rate", 0.2), 0, {"completed": 0}))
     sizes = EngineSizes(2048, 32, 16384, 32)
     head, _, _, _, row = planned.rows(tmp_path, points, Limits(5.0, 0.1), sizes)
-    assert "0 ms a step and 1.95 ms for each of prompts, 50 ms a step and 0 ms for each of answers" in head
+    assert "a step takes 0 ms and 1.95 ms a token of prompts, 50 ms and 0 ms an answer" in head
     assert row == "| 0.1, 0 % | 0.13, 0.75 | 1.03, 0.75 | 1.03, 2.00 | 50, 40 | 1.55 (1.03–2.06) |"
     assert planned.rows(tmp_path, points[1:2], Limits(5.0, 0.1), sizes) == []
     assert planned.rows(tmp_path / "none", points, Limits(5.0, 0.1), sizes) == []
@@ -398,3 +403,35 @@ def test_neither_router_nor_client_runs_where_a_side_has_a_core_to_itself(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: have)
     assert systems.cores(alone) == (sorted(have)[:2], rest)
+
+
+# -- under vllm-ascend
+
+
+def test_pairs_under_vllm_ascend_have_a_core_an_engine_and_those_with_other_connectors_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[EngineSpec] = []
+    paused: list[str] = []
+
+    def start(*specs: EngineSpec) -> list[SimpleNamespace]:
+        started.extend(specs)
+        processes = (SimpleNamespace(pause=lambda name=spec.name: paused.append(name)) for spec in specs)
+        return [SimpleNamespace(process=process, url="http://127.0.0.1:1") for process in processes]
+
+    cluster = SimpleNamespace(
+        port=lambda: 1, start=start, metaserver=lambda *_: None, push_config=lambda *urls, **more: {"trace_dir": "x"}
+    )
+    build = SimpleNamespace(python="/there/python", plugins=(), variables=dict)
+    monkeypatch.setattr(systems, "older_host_build", lambda: build)
+    monkeypatch.setattr(systems, "_divided", lambda: [4, 7])
+    monkeypatch.setattr(contenders, "ensure", lambda _: tmp_path)
+    monkeypatch.setattr(ContenderSite, "_start_example", lambda *_: SimpleNamespace(stop=lambda: None))
+    with systems.started_on_ascend(cast(Any, cluster), "fb", {"max_len": 640, "kv_bytes": 4096}) as pairs:
+        assert [(letter, pair.paused) for letter, pair in pairs.items()] == [("f", True), ("b", False)]
+    assert paused == ["MooncakeConnectorV1-p", "MooncakeConnectorV1-d"]
+    assert [one.prefix for one in started] == [("taskset", "-c", "4"), ("taskset", "-c", "7")] * 2
+    assert {(one.max_len, one.arguments[-1]) for one in started} == {(640, "4096")}
+    assert not any("trace_dir" in one.extra for one in started)
+    ports = [one.d["kv_port"] for one in contenders.CONTENDERS if one.d]
+    assert len(ports) == len(set(ports)) == 2
