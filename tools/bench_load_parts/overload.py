@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import httpx
@@ -29,7 +30,7 @@ from tools.support.checks import settled_free_blocks, wait_for_free_blocks
 from tools.support.client import TIMEOUT, RequestFailed, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.models import RECIPES
-from tools.support.soaking import OPEN
+from tools.support.soaking import OPEN, ResourceSample, SoakedServer, sample
 
 AT_LIMIT = 0.0  # the phase of closed loops
 FILLS = 0.2  # share of a phase in which the pair fills up
@@ -37,6 +38,7 @@ COME_AGAIN_S = 0.05  # a refused client of a closed loop: its place was not free
 LOOK_S = 0.5
 TIMES = ("ttft", "tpot")
 USED = "vllm:kv_cache_usage_perc"
+GROWS = ("threads", "sockets")  # a sample's fields that a leak shows in at once
 
 
 class TimedEnd(NamedTuple):
@@ -76,24 +78,33 @@ class Phase:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a pair at its limit and beyond. Return 1 if a request was lost or anything was left behind."""
+    """Measure a pair at its limit and beyond. Return 1 if a request was lost, or anything was left behind or grows."""
     args.out.mkdir(parents=True, exist_ok=True)
     shape = {"max_len": 2048, "chunk": 2048, "kv_bytes": args.kv_mib << 20, "max_seqs": 32}
     limited = PairSettings(router=("--max-running", str(args.admit), "--max-waiting", str(args.waiting)))
     with Cluster(fresh_directory("bench_load")) as cluster, started(cluster, "b", shape, limited) as systems:
         pair = systems["b"]
         free = {engine.name: settled_free_blocks(engine) for engine in pair.engines}
-        turns = [asyncio.run(_turn(pair, args, turn, free)) for turn in range(args.repeats)]
+        turns: list[dict[float, Phase]] = []
+        servers: list[SoakedServer] = [*pair.engines, *([pair.front] if pair.front else [])]
+        samples: dict[str, list[ResourceSample]] = {server.name: [] for server in servers}
+        for turn in range(args.repeats):
+            turns.append(asyncio.run(_turn(pair, args, turn, free)))
+            for server in servers:
+                samples[server.name].append(sample(server, turn))
     rows = [
         f"{args.prompt} tokens in, {args.answer} out; {args.admit} requests under way at most, {args.waiting} wait; "
         f"{args.repeats} turns, {args.seconds:g} s a phase; numbers of all turns, medians of rates and times (lowest–highest)",
         "",
         *table(turns),
+        "",
+        *resources(samples),
     ]
     say("\n".join(["", *rows]))
     (args.out / "overload.md").write_text("\n".join(rows) + "\n")
     (args.out / "overload.json").write_text(written(turns))
     wrong = [line for turn in turns for phase in turn.values() for line in (*phase.left, *phase.lost)]
+    wrong += growth(samples)
     for line in (*dict.fromkeys(wrong), *(f"left behind: {leak}" for leak in cluster.leaks)):
         say(line[:1000])
     return 1 if wrong or cluster.leaks else 0
@@ -230,6 +241,27 @@ def table(turns: Sequence[Mapping[float, Phase]]) -> list[str]:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def resources(samples: Mapping[str, Sequence[ResourceSample]]) -> list[str]:
+    """Return a table in Markdown of what each server holds behind each turn."""
+    rows = ["| behind each turn | MiB | threads | sockets |", "|---|---|---|---|"]
+    for name, mine in samples.items():
+        cells = [[f"{one.host_mib + one.workers_mib:.0f}" for one in mine]]
+        cells += [[f"{getattr(one, what)}" for one in mine] for what in GROWS]
+        rows.append(f"| {name} | {' | '.join(', '.join(numbers) for numbers in cells)} |")
+    return rows
+
+
+def growth(samples: Mapping[str, Sequence[ResourceSample]]) -> list[str]:
+    """Return what has become more in each turn, of three at least."""
+    found: list[str] = []
+    for name, mine in samples.items():
+        for what in GROWS:
+            counts = [getattr(one, what) for one in mine]
+            if len(counts) > 2 and all(after > before for before, after in pairwise(counts)):
+                found.append(f"{name}: {what} {counts}")
+    return found
 
 
 def written(turns: Sequence[Mapping[float, Phase]]) -> str:

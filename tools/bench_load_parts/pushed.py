@@ -39,6 +39,7 @@ TALK_PROMPT = 32
 BEGUN_S, ENDED_S = 240.0, 480.0  # until all streams have begun, and until a phase's prompts are done
 LOOK_S = 0.05
 STEPS = "vllm:iteration_tokens_total_count"
+CORE = "VLLM::Engine"  # of its engine cores
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 T = TypeVar("T")
@@ -60,10 +61,12 @@ NONE = PushPhase(0)
 
 
 class Used(NamedTuple):
-    """Processor time of an engine."""
+    """Processor time of an engine, by its processes and the thread that computes."""
 
-    worker: float = 0.0  # the model, the copies, what this package does around them
-    others: float = 0.0  # engine core and server
+    steps: float = 0.0  # the worker's first thread: the model, and what the connector does around it
+    links: float = 0.0  # its other threads: copies from sockets, the side channel
+    core: float = 0.0  # the engine core: vLLM's scheduler, and the connector's calls
+    server: float = 0.0  # HTTP
 
 
 class MeasuredPhase(NamedTuple):
@@ -245,15 +248,18 @@ async def _steps(system: LoadedSystem) -> float:
 
 def used(engine: EngineProcess) -> Used:
     """Return an engine's processor time so far, seconds."""
-    worker = others = 0.0
+    steps = links = core = server = 0.0
     for process in engine.process.members():
-        times = process.cpu_times()
+        title, times = process.name(), process.cpu_times()
         seconds = times.user + times.system
-        if process.name().startswith(WORKER):
-            worker += seconds
+        if title.startswith(WORKER):
+            first = sum(one.user_time + one.system_time for one in process.threads() if one.id == process.pid)
+            steps, links = steps + first, links + seconds - first
+        elif title.startswith(CORE):
+            core += seconds
         else:
-            others += seconds
-    return Used(worker, others)
+            server += seconds
+    return Used(steps, links, core, server)
 
 
 def _moments(answer: TimedAnswer) -> list[float]:
@@ -267,8 +273,8 @@ def rotated(phases: Sequence[T], turn: int) -> Sequence[T]:
 
 def table(turns: Sequence[tuple[str, PushedTurn]], names: Mapping[str, str]) -> list[str]:
     """Return a table in Markdown: gaps as ratios to those of other phases, medians and (lowest–highest)."""
-    columns = ["", "streams", "prompts at once", "answered", "gap p50, ms", "gap p99, ms"]
-    columns += ["D's CPU a step, ms: worker, others", "p50 / none", "p99 / none"]
+    columns = ["", "streams", "prompts at once", "answered", "gaps", "gap p50, ms", "gap p99, ms"]
+    columns += ["D's CPU a step, ms: model, links, core, server", "p50 / none", "p99 / none"]
     alone = any(not phase.pushed for _, one in turns for phase in one.phases)
     columns += ["p99 / on P alone"] * alone
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -276,6 +282,7 @@ def table(turns: Sequence[tuple[str, PushedTurn]], names: Mapping[str, str]) -> 
         mine = [one for letter, one in turns if (letter, one.streams) == (system, streams)]
         for phase in sorted(mine[0].phases, key=lambda one: (one.prompts, one.pushed == (one.prompts > 0))):
             cells = [names[system], f"{streams}", f"{phase}", f"{sum(one.phases[phase].answered for one in mine)}"]
+            cells.append(f"{sum(len(one.phases[phase].gaps) for one in mine)}")
             times = (statistics.median(one.percentile(phase, percent) for one in mine) for percent in (50, 99))
             cells += [f"{seconds * 1e3:.1f}" for seconds in times]
             cpu = zip(*(one.phases[phase].used for one in mine), strict=True)

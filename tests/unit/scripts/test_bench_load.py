@@ -27,6 +27,7 @@ from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
 from tools.bench_load_parts.pushed import MeasuredPhase, PushedTurn, Used
 from tools.support import contenders
 from tools.support.contenders import ContenderSite
+from tools.support.soaking import ResourceSample
 from tools.support.spec import EngineSpec
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 from vllm_ascend_pd.cli.load.engine import EngineSizes
@@ -256,8 +257,8 @@ def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
         PushedTurn(
             8,
             {
-                pushed.NONE: MeasuredPhase([x * 0.02] * 96, 0, Used(10.0, 5.0)),
-                four: MeasuredPhase([x * 0.02] * 50 + [x * 0.03] * 46, 7, Used(x * 20.0, 10.0)),
+                pushed.NONE: MeasuredPhase([x * 0.02] * 96, 0, Used(10.0, 2.0, 4.0, 1.0)),
+                four: MeasuredPhase([x * 0.02] * 50 + [x * 0.03] * 46, 7, Used(x * 20.0, 3.0, 4.0, 2.0)),
             },
         )
         for x in (2.0, 1.0)
@@ -266,10 +267,23 @@ def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
     assert slow.ratio(four, 99) == fast.ratio(four, 99) == pytest.approx(1.5)
     rows = pushed.table([("a", slow), ("a", fast)], NAMES)
     assert rows[2:] == [
-        "| (a) one & the same | 8 | none | 0 | 30.0 | 30.0 | 10.0, 5.0 |  |  |",
-        "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 30.0, 10.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
+        "| (a) one & the same | 8 | none | 0 | 192 | 30.0 | 30.0 | 10.0, 2.0, 4.0, 1.0 |  |  |",
+        "| (a) one & the same | 8 | 4 | 14 | 192 | 30.0 | 45.0 | 30.0, 3.0, 4.0, 2.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
     ]
     assert [list(pushed.rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
+
+
+def test_the_time_of_d_is_told_apart_by_processes_and_by_the_thread_that_computes() -> None:
+    def process(title: str, pid: int, seconds: float, *threads: tuple[int, float]) -> SimpleNamespace:
+        times, rows = SimpleNamespace(user=seconds, system=1.0), [SimpleNamespace(id=tid) for tid, _ in threads]
+        for row, (_, used) in zip(rows, threads, strict=True):
+            row.user_time, row.system_time = used, 0.5
+        return SimpleNamespace(pid=pid, name=lambda: title, cpu_times=lambda: times, threads=lambda: rows)
+
+    tree = [process("python3", 7, 2.0), process("VLLM::EngineCore", 8, 3.0)]
+    tree.append(process("VLLM::Worker", 9, 20.0, (9, 15.0), (12, 5.0)))
+    engine = SimpleNamespace(process=SimpleNamespace(members=lambda: tree))
+    assert pushed.used(cast(Any, engine)) == Used(steps=15.5, links=5.5, core=4.0, server=3.0)
 
 
 def test_a_push_is_compared_with_the_same_prompts_on_p_alone() -> None:
@@ -279,14 +293,14 @@ def test_a_push_is_compared_with_the_same_prompts_on_p_alone() -> None:
         pushed.PushPhase(4): 0.03,
         pushed.PushPhase(4, False): 0.025,
     }
-    turn = PushedTurn(1, {phase: MeasuredPhase([gap], phase.prompts, Used(18.0, 1.0)) for phase, gap in gaps.items()})
+    turn = PushedTurn(1, {phase: MeasuredPhase([gap], phase.prompts, Used(18.0)) for phase, gap in gaps.items()})
     rows = pushed.table([("a", turn)], NAMES)
     assert len({row.count("|") for row in rows}) == 1
     assert [row.removeprefix("| (a) one & the same | 1 | ") for row in rows[2:]] == [
-        "none | 0 | 20.0 | 20.0 | 18.0, 1.0 |  |  |  |",
-        "none, once more | 0 | 21.0 | 21.0 | 18.0, 1.0 | 1.05 (1.05–1.05) | 1.05 (1.05–1.05) |  |",
-        "4 on P alone | 4 | 25.0 | 25.0 | 18.0, 1.0 | 1.25 (1.25–1.25) | 1.25 (1.25–1.25) |  |",
-        "4 | 4 | 30.0 | 30.0 | 18.0, 1.0 | 1.50 (1.50–1.50) | 1.50 (1.50–1.50) | 1.20 (1.20–1.20) |",
+        "none | 0 | 1 | 20.0 | 20.0 | 18.0, 0.0, 0.0, 0.0 |  |  |  |",
+        "none, once more | 0 | 1 | 21.0 | 21.0 | 18.0, 0.0, 0.0, 0.0 | 1.05 (1.05–1.05) | 1.05 (1.05–1.05) |  |",
+        "4 on P alone | 4 | 1 | 25.0 | 25.0 | 18.0, 0.0, 0.0, 0.0 | 1.25 (1.25–1.25) | 1.25 (1.25–1.25) |  |",
+        "4 | 4 | 1 | 30.0 | 30.0 | 18.0, 0.0, 0.0, 0.0 | 1.50 (1.50–1.50) | 1.50 (1.50–1.50) | 1.20 (1.20–1.20) |",
     ]
 
 
@@ -392,6 +406,15 @@ def test_times_under_overload_are_ratios_to_those_at_the_limit_of_the_same_turn(
     assert rows[2].startswith("| at the limit | 32 | 32 | 2.00 (2.00–2.00) | 0 | 0 | 2.00, 2.00 | 200, 200 |  |  |")
     ratios = "1.50 (1.50–1.50), 1.50 (1.50–1.50) | 1.20 (1.20–1.20), 1.20 (1.20–1.20) | 0%"
     assert rows[3] == f"| 10 times | 400 | 32 | 2.00 (2.00–2.00) | 354 | 0 | 3.00, 3.00 | 240, 240 | {ratios} |"
+
+
+def test_what_becomes_more_in_every_turn_is_a_leak() -> None:
+    def samples(*sockets: int) -> list[ResourceSample]:
+        return [ResourceSample(0, "router", 1, 0, 30.4, 0.0, 0, 2, count, None, None) for count in sockets]
+
+    assert overload.resources({"router": samples(9, 11)})[2] == "| router | 30, 30 | 2, 2 | 9, 11 |"
+    assert overload.growth({"router": samples(9, 11), "p": samples(9, 11, 11)}) == []
+    assert overload.growth({"router": samples(9, 11, 12)}) == ["router: sockets [9, 11, 12]"]
 
 
 @pytest.mark.parametrize(
