@@ -155,25 +155,30 @@ def medians(seen: dict[tuple[str, str], list[dict[str, float]]]) -> Rows:
 
 
 def show(title: str, rows: Rows, floor: dict[str, float] | None = None) -> None:
-    """Print a table. `added` is a percentile less the engine's own.
+    """Print a table. `added` is a percentile less the engine's own; a stream is longer than its pieces were sent apart.
 
-    The tenth percentile is least disturbed by other load on the machine.
+    The tenth percentile is least disturbed by other load on the machine. Where the client's core is full, a figure is
+    the client's.
     """
     percentiles = ("p10", "p50", "p99")
     heads = ["way", "system", "requests/s", *(f"first byte {p} ms" for p in percentiles)]
-    heads += [*(f"added {p} ms" for p in percentiles), "CPU µs/request"]
+    heads += [*(f"added {p} ms" for p in percentiles), "longer p99 ms", "CPU µs/request", "its core", "client's core"]
     print(f"\n{title}\n\n| {' | '.join(heads)} |\n|---|---|{'---:|' * (len(heads) - 2)}")
     for (way, name), row in sorted(rows.items()):
         times = {p: row[f"ttfb_{p}_ms"] for p in percentiles}
         added = ["–"] * len(percentiles)
         if floor and row is not floor:
             added = [f"{times[p] - floor[f'ttfb_{p}_ms']:.2f}" for p in percentiles]
-        used = f"{row['cpu_us']:.0f}" if "cpu_us" in row else "–"
+        used = ["–"] * 2
+        if "cpu_us" in row:
+            used = [f"{row['cpu_us']:.0f}", f"{row['cpu_us'] * row['rate'] / 1e6:.0%}"]
         cells = [
             f"{row['rate']:.0f}" if row["rate"] >= 10 else f"{row['rate']:.2g}",
             *(f"{t:.2f}" for t in times.values()),
             *added,
-            used,
+            f"{row['longer_p99_ms']:.1f}",
+            *used,
+            f"{row['load_cpu']:.0%}",
         ]
         print(f"| {way} | {name} | {' | '.join(cells)} |", flush=True)
 

@@ -50,6 +50,7 @@ async def main(args: argparse.Namespace) -> None:
     for task in done:
         task.result()
     first = sorted(f for f, _ in out) or [float("inf")]
+    longer = sorted(whole - f - (args.pieces - 1) * args.gap_ms / 1e3 for f, whole in out) or [float("inf")]
     print(
         json.dumps(
             {
@@ -58,6 +59,7 @@ async def main(args: argparse.Namespace) -> None:
                 "ttfb_p10_ms": 1000 * first[len(first) // 10],
                 "ttfb_p50_ms": 1000 * first[len(first) // 2],
                 "ttfb_p99_ms": 1000 * first[int(len(first) * 0.99)],
+                "longer_p99_ms": 1000 * longer[int(len(longer) * 0.99)],  # from first to last piece, than sent
                 "load_cpu": (time.process_time() - cpu) / took,
             }
         )
