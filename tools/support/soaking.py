@@ -39,7 +39,7 @@ BACK_S = 1.0  # wait after a 503
 MAX_503 = 120
 WORKER = "VLLM::Worker"  # vLLM's title of its worker processes
 OPEN = "vllm:ascend_pd_reservations_open"
-COLD = 2  # samples of each process that no slope is made of
+COLD = 2  # samples of a process that no slope is made of, at least
 FREE = 3  # degrees of freedom of a slope, at least
 SERVED, LOOK_S = 100, 0.1  # prompts that are answered between two kills
 # Of a worker: Mooncake's four connections to each D that has ended, of which P keeps eight, and those of ten minutes.
@@ -387,24 +387,23 @@ class Soak:
     def slopes(self) -> list[str]:
         """Return how much memory each server's processes gain with the run's prompts, and the error of that.
 
-        By least squares over the samples of all its lives, each with a level of its own, without the first ones.
+        By least squares over the samples of all its lives, each with a level of its own, without the first ones. Beside
+        a worker's stands what the reference's gained at the same age.
         """
         lines = []
         for name in dict.fromkeys(one.server for one in self.samples):
-            lives = [life[COLD:] for life in self._lives() if life[0].server == name]
-            points = {
-                "front end and scheduler": [[(one.done / 1000, one.host_mib) for one in life] for life in lives],
-                "each worker": [
-                    [(one.done / 1000, one.workers_mib / one.workers) for one in life if one.workers] for life in lives
-                ],
-            }
-            for what, of_lives in points.items():
-                used = [life for life in of_lives if len(life) > 1]
-                if (fitted := slope(used)) is not None:
-                    said = f"{fitted[0]:+.2f} ± {fitted[1]:.2f} MiB in 1,000 prompts of the run"
-                    lines.append(f"{name}, {what}: {said} ({sum(map(len, used))} samples of {len(used)} processes)")
-                elif any(of_lives):
-                    lines.append(f"{name}, {what}: its processes were too young for a slope")
+            lives = [life for life in self._lives() if life[0].server == name]
+            lines += _fit(f"{name}, front end and scheduler", [settled(_host(life)) for life in lives])
+            if not any(one.workers for life in lives for one in life):
+                continue
+            lines += _fit(f"{name}, each worker", [settled(_worker(life)) for life in lives])
+            if name != self.reference.name:
+                control = [one for one in self.samples if one.server == self.reference.name]
+                same_age = [
+                    settled(_worker([one for one in control if one.session == life[0].session][: len(life)]))
+                    for life in lives
+                ]
+                lines += _fit(f"{self.reference.name}, each worker, as old as those of {name}", same_age)
         return lines
 
     def report(self) -> list[str]:
@@ -426,6 +425,31 @@ class Soak:
             f"{sum(self.ended.values())} prompts in {self.seconds:.0f} s: {ended}; {self.tally.summary()}; 503 said {self.came_back} times",
         ]
         return lines
+
+
+Life = list[tuple[float, float]]  # of a process: thousands of prompts, and MiB
+
+
+def _host(life: Sequence[ResourceSample]) -> Life:
+    return [(one.done / 1000, one.host_mib) for one in life]
+
+
+def _worker(life: Sequence[ResourceSample]) -> Life:
+    return [(one.done / 1000, one.workers_mib / one.workers) for one in life if one.workers]
+
+
+def settled(life: Life) -> Life:
+    """Return the second half of a life if that says something, else all but its first samples: a server starts cold."""
+    half = len(life) // 2
+    return life[half:] if len(life) - half >= FREE + 2 else life[COLD:]
+
+
+def _fit(what: str, lives: Sequence[Life]) -> list[str]:
+    used = [life for life in lives if len(life) > 1]
+    if (fitted := slope(used)) is None:
+        return [f"{what}: its processes were too young for a slope"]
+    said = f"{fitted[0]:+.2f} ± {fitted[1]:.2f} MiB in 1,000 prompts of the run"
+    return [f"{what}: {said} ({sum(map(len, used))} samples of {len(used)} processes)"]
 
 
 def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float] | None:

@@ -55,6 +55,21 @@ def test_a_worker_of_a_run_that_went_on_is_compared_with_the_reference_of_that_s
     assert f"decode, front end and scheduler: {said.replace('5 samples', '7 samples')}" in run.slopes()
 
 
+def test_an_old_process_has_the_slope_of_its_second_half_and_a_worker_stands_beside_one_as_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = soak_of(None, monkeypatch)
+    for age in range(21):
+        run.samples.append(at(1000 * age, "front", 7, 400.0 + 40.0 * age))  # the reference
+        run.samples.append(at(1000 * age, "metaserver", 5, 0.0 if age < 10 else 9.0))
+        if age > 13:  # it was killed
+            run.samples.append(at(1000 * age, "decode", 8, 300.0 + 30.0 * age))
+    said = {line.split(": ")[0]: line.split(": ")[1] for line in run.slopes()}
+    assert said["metaserver, each worker"].startswith("+0.00 ± 0.00 MiB in 1,000 prompts of the run (11 samples of 1")
+    assert said["decode, each worker"].startswith("+30.00 ± 0.00")
+    assert said["front, each worker, as old as those of decode"].startswith("+40.00 ± 0.00")
+
+
 def test_sockets_of_engines_that_have_ended_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run = soak_of(None, monkeypatch)
     for age, half_closed in enumerate((0, 40, 144)):
