@@ -111,19 +111,16 @@ def cases_of(points: Sequence[MeasuredPoint]) -> list[LoadCase]:
 
 
 def table(points: Sequence[MeasuredPoint], names: Mapping[str, str]) -> list[str]:
-    """Return a table in Markdown for each load: medians, and (lowest–highest)."""
-    head = (
-        "| | goodput, requests/s | answered, requests/s | tokens/s | TTFT p50, p90, s | TPOT p50, p90, ms |"
-        " ITL p50, p99, ms | computed / new | bytes / lacked | failed |"
-    )
-    rows: list[str] = []
+    """Return a table in Markdown, load by load: medians, and (lowest–highest)."""
+    columns = ["load", "", "goodput, requests/s", "answered, requests/s", "tokens/s", "TTFT p50, p90, s"]
+    columns += ["TPOT p50, p90, ms", "ITL p50, p99, ms", "computed / new", "bytes / lacked", "failed"]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case in cases_of(points):
-        rows += ["", f"{case}:", "", head, "|---" * 10 + "|"]
         for system, name in names.items():
             if mine := of(points, system, case):
                 fewer = f", {len(mine)} of {runs(points)} runs" if len(mine) < runs(points) else ""
-                rows.append(f"| {name}{fewer} | {' | '.join(_cells(mine))} |")
-    return rows[1:]
+                rows.append(f"| {case} | {name}{fewer} | {' | '.join(_cells(mine))} |")
+    return rows
 
 
 def runs(points: Iterable[MeasuredPoint]) -> int:
