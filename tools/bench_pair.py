@@ -27,26 +27,30 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tools import bench_chat
 from tools.support.client import TimedAnswer, body_of, complete, prompt
-from tools.support.cluster import STRICT, Cluster, fresh_directory, say, say_leaks
+from tools.support.cluster import STRICT, Cluster, Metaserver, fresh_directory, say, say_leaks
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
 from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
+from tools.support.processor_time import Scheduled, parts, scheduled
 from tools.support.spec import EngineSpec, MetaserverSpec
 from vllm_ascend_pd.viewer.timeline import REPORTED, RESERVED, Trace
 
 ASKED_D, ASKED_P = "metaserver decode", "metaserver prefill"
 P_SAID, D_SAID = "metaserver prefilled", "metaserver first_byte"
 MODEL = "base16"
+TOKENS = 4  # of an answer
 KV_BYTES_PER_TOKEN = 32 << 10
 NAMES = {"a": "(a) one engine", "b": "(b) in-tree Mooncake", "n": "(n) in-tree NIXL", "c": "(c) this package"}
 
@@ -90,15 +94,28 @@ class PairSystem:
     prefill: EngineProcess
     decode: EngineProcess | None = None
     paused: tuple[EngineProcess, ...] = ()
+    front: Metaserver | None = None  # this package's
 
-    def answer(self, tokens: list[int], case: PairPrompts) -> TimedAnswer:
+    def parts(self) -> dict[str, list[psutil.Process]]:
+        """Return the processes that a request passes, but for those that compute; none without our metaserver."""
+        if self.front is None or self.decode is None:
+            return {}
+        p, d = parts(self.prefill), parts(self.decode)
+        of_engines = {f"{side}'s {part}": by[part] for side, by in (("D", d), ("P", p)) for part in ("server", "core")}
+        return {"metaserver": self.front.process.members(), **of_engines}
+
+    def answer(self, tokens: list[int], case: PairPrompts) -> tuple[TimedAnswer, dict[str, Scheduled]]:
+        """Return the answer, and what the processes that it passed have done until its last token."""
         for engine, head in ((self.prefill, tokens[: case.on_p]), (self.decode, tokens[: case.on_d])):
             if engine is not None and head:  # into its cache: whole blocks, and one token to compute
                 with self.running():
                     complete(engine.url, body_of([*head, 1], 1))
         rest()
         with self.running():
-            return self.ask(tokens)
+            passed = self.parts()
+            before = {part: scheduled(processes) for part, processes in passed.items()}
+            answer = self.ask(tokens)
+            return answer, {part: scheduled(processes).since(before[part]) for part, processes in passed.items()}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -118,6 +135,7 @@ class TimeSample:
     ttft: float
     sent: float
     start: int = 0
+    spent: Mapping[str, Scheduled] = field(default_factory=dict)  # by what it passed
 
 
 def shape(warm: bool) -> dict[str, Any]:
@@ -133,10 +151,10 @@ def start_all(
     systems: dict[str, PairSystem] = {}
     if "a" in wanted:
         (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
-        systems["a"] = PairSystem(lambda tokens: complete(single.url, body_of(tokens, 4)), single)
+        systems["a"] = PairSystem(lambda tokens: complete(single.url, body_of(tokens, TOKENS)), single)
     for letter, start in (("b", start_mooncake), ("n", start_nixl)):
         if letter in wanted and (letter == "b" or install_nixl()):
-            prefill, decode, ask = start(cluster, partial(pair_spec, model, p_tp, common), 4)
+            prefill, decode, ask = start(cluster, partial(pair_spec, model, p_tp, common), TOKENS)
             systems[letter] = PairSystem(ask, prefill, decode, (prefill, decode))
             for engine in (prefill, decode):
                 engine.process.pause()
@@ -181,7 +199,7 @@ def start_ours(
     front = cluster.metaserver(
         [prefill], [decode], port, MetaserverSpec((*STRICT, "--trace-dir", str(cluster.traces)), **ways)
     )
-    return PairSystem(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
+    return PairSystem(lambda tokens: complete(front.url, body_of(tokens, TOKENS)), prefill, decode, front=front)
 
 
 def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: str, **more: Any) -> EngineSpec:
@@ -225,8 +243,8 @@ def measure(
             first: TimedAnswer | None = None
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
-                answer = systems[name].answer(tokens, case)
-                samples.append(TimeSample(name, case, answer.ttft, answer.started))
+                answer, spent = systems[name].answer(tokens, case)
+                samples.append(TimeSample(name, case, answer.ttft, answer.started, spent=spent))
                 tally.answers += 1
                 if first is not None and answer.tokens != first.tokens:
                     tally.excused.append(f"{name}, {case} tokens: {answer.tokens}, the first said {first.tokens}")
@@ -313,6 +331,21 @@ def profile(samples: list[TimeSample], cases: Sequence[PairPrompts], trace: Trac
         digits = 2 if name.startswith("bytes") else 1
         values = (statistics.median(figures[case].get(name, [0.0])) for case in cases)
         rows += [f"    {name:36}{''.join(f'{value:18.{digits}f}' for value in values)}"]
+    return [*rows, *work(samples, cases)]
+
+
+def work(samples: list[TimeSample], cases: Sequence[PairPrompts]) -> list[str]:
+    """Return what the processes around the model do for a request of (c)'s: work, and waits for a processor."""
+    rows = [f"  until its {TOKENS}th token, medians: ms on a processor; ms ready without one; times put on one"]
+    mine = {case: [one.spent for one in samples if (one.system, one.case) == ("c", case)] for case in cases}
+    for part in next(iter(mine[cases[0]]), {}):
+        cells = []
+        for of_case in mine.values():
+            ran, ready, times = (
+                statistics.median(values) for values in zip(*(one[part] for one in of_case), strict=True)
+            )
+            cells.append(f"{ran * 1e3:.1f}; {ready * 1e3:.1f}; {times:.0f}")
+        rows.append(f"    {part:36}{''.join(f'{cell:>18}' for cell in cells)}")
     return rows
 
 

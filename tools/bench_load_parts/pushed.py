@@ -32,14 +32,13 @@ from tools.support.client import TIMEOUT, TimedAnswer, body_of, prompt, stream
 from tools.support.cluster import Cluster, fresh_directory, say, say_leaks
 from tools.support.engine import EngineProcess
 from tools.support.models import RECIPES
-from tools.support.soaking import WORKER
+from tools.support.processor_time import parts, scheduled
 
 TALK = 2048  # tokens of an answer of a stream: more than there are in a phase
 TALK_PROMPT = 32
 BEGUN_S, ENDED_S = 240.0, 480.0  # until all streams have begun, and until a phase's prompts are done
 LOOK_S = 0.05
 STEPS = "vllm:iteration_tokens_total_count"
-CORE = "VLLM::Engine"  # of its engine cores
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 T = TypeVar("T")
@@ -248,18 +247,10 @@ async def _steps(system: LoadedSystem) -> float:
 
 def used(engine: EngineProcess) -> Used:
     """Return an engine's processor time so far, seconds."""
-    steps = links = core = server = 0.0
-    for process in engine.process.members():
-        title, times = process.name(), process.cpu_times()
-        seconds = times.user + times.system
-        if title.startswith(WORKER):
-            first = sum(one.user_time + one.system_time for one in process.threads() if one.id == process.pid)
-            steps, links = steps + first, links + seconds - first
-        elif title.startswith(CORE):
-            core += seconds
-        else:
-            server += seconds
-    return Used(steps, links, core, server)
+    by_part = parts(engine)
+    worker, core, server = (scheduled(by_part[name]).ran for name in ("worker", "core", "server"))
+    steps = scheduled(by_part["worker"], first=True).ran
+    return Used(steps, worker - steps, core, server)
 
 
 def _moments(answer: TimedAnswer) -> list[float]:

@@ -29,6 +29,7 @@ from tools.support.client import RequestFailed, TimedAnswer, body_of, stream
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
 from tools.support.process import Child
+from tools.support.processor_time import WORKER
 
 VOCAB = 512
 HEADS = 24
@@ -37,7 +38,6 @@ PROGRESS_S = 15.0
 FENCED_S = 90.0
 BACK_S = 1.0  # wait after a 503
 MAX_503 = 120
-WORKER = "VLLM::Worker"  # vLLM's title of its worker processes
 OPEN = "vllm:ascend_pd_reservations_open"
 COLD = 2  # samples of a process that no slope is made of, at least
 FREE = 3  # degrees of freedom of a slope, at least

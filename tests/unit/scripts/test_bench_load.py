@@ -27,6 +27,7 @@ from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
 from tools.bench_load_parts.pushed import MeasuredPhase, PushedTurn, Used
 from tools.support import contenders
 from tools.support.contenders import ContenderSite
+from tools.support.processor_time import Scheduled
 from tools.support.soaking import ResourceSample
 from tools.support.spec import EngineSpec
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
@@ -274,17 +275,17 @@ def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
     assert [list(pushed.rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
 
 
-def test_the_time_of_d_is_told_apart_by_processes_and_by_the_thread_that_computes() -> None:
-    def process(title: str, pid: int, seconds: float, *threads: tuple[int, float]) -> SimpleNamespace:
-        times, rows = SimpleNamespace(user=seconds, system=1.0), [SimpleNamespace(id=tid) for tid, _ in threads]
-        for row, (_, used) in zip(rows, threads, strict=True):
-            row.user_time, row.system_time = used, 0.5
-        return SimpleNamespace(pid=pid, name=lambda: title, cpu_times=lambda: times, threads=lambda: rows)
+def test_the_time_of_d_is_told_apart_by_processes_and_by_the_thread_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {"worker": 21.0, "core": 4.0, "server": 3.0}
 
-    tree = [process("python3", 7, 2.0), process("VLLM::EngineCore", 8, 3.0)]
-    tree.append(process("VLLM::Worker", 9, 20.0, (9, 15.0), (12, 5.0)))
-    engine = SimpleNamespace(process=SimpleNamespace(members=lambda: tree))
-    assert pushed.used(cast(Any, engine)) == Used(steps=15.5, links=5.5, core=4.0, server=3.0)
+    def scheduled(processes: list[str], *, first: bool = False) -> Scheduled:
+        return Scheduled(15.5 if first else sum(seconds[one] for one in processes))
+
+    monkeypatch.setattr(pushed, "parts", lambda _: {name: [name] for name in seconds})
+    monkeypatch.setattr(pushed, "scheduled", scheduled)
+    assert pushed.used(cast(Any, None)) == Used(steps=15.5, links=5.5, core=4.0, server=3.0)
 
 
 def test_a_push_is_compared_with_the_same_prompts_on_p_alone() -> None:
