@@ -149,8 +149,17 @@ def test_answers_at_once_share_a_step_and_prompts_wait_for_each_other() -> None:
     assert first.first == pytest.approx(2.058) and second.first == pytest.approx(2 * 2.058)
     assert first.last == pytest.approx(2.058 + 20 * 0.025)
     requests = simulated(1, 1, [Arrival(0.0, 32, 101, (n,)) for n in range(3)])
-    assert [one.first for one in requests] == [pytest.approx(0.042), *[pytest.approx(0.042 + 0.074)] * 2]
+    assert [one.first for one in requests] == [
+        pytest.approx(0.042),
+        *[pytest.approx(0.042 + 3 * 0.025)] * 2,
+    ]  # at 0.116 D is in a step
     assert [one.last - one.first for one in requests[1:]] == [pytest.approx(100 * 0.035, abs=0.05)] * 2
+
+
+def test_d_sees_a_request_and_its_first_token_between_two_steps() -> None:
+    """D's steps end at 1.017, 1.042 and 1.067: behind the first it asks P, which has computed at 1.059."""
+    _, late = simulated(1, 1, [Arrival(0.0, 32, 101, (1,)), Arrival(1.0, 32, 11, (2,))])
+    assert late.first == pytest.approx(0.067)
 
 
 def test_a_prompt_goes_to_the_p_that_had_its_beginning_and_is_not_computed_again() -> None:

@@ -69,6 +69,14 @@ class SimulatedEngine:
         self._answers: dict[object, Callable[[], None]] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # beginnings of prompts, least recently used first
         self._steps = False
+        self._behind: list[Callable[[], None]] = []  # the step that it computes
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Act when no step is under way: only then does an engine see what has come."""
+        if self._steps:
+            self._behind.append(act)
+        else:
+            act()
 
     def enter(self, request: object, tokens: int, then: Callable[[], None]) -> None:
         """Let a request in as soon as there is room for its tokens; it has the room until it leaves."""
@@ -145,6 +153,9 @@ class SimulatedEngine:
                     del self._prompts[request]
                     work.done()
         self._steps = False
+        behind, self._behind = self._behind, []
+        for act in behind:
+            act()
         self._wake()
 
     # -- life and death

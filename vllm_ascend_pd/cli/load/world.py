@@ -184,8 +184,8 @@ class LoadedRouter:
             return
         decode.sent(served.marks)
         self._under_way[decode.name][attempt] = None
-        room = served.arrival.prompt + served.arrival.answer
-        self._engines[decode.name].enter(attempt, room, lambda: self._prefill(attempt, 1))
+        room, engine = served.arrival.prompt + served.arrival.answer, self._engines[decode.name]
+        engine.enter(attempt, room, lambda: engine.between_steps(lambda: self._prefill(attempt, 1)))
 
     def _prefill(self, attempt: SimulatedAttempt, number: int) -> None:
         """Let a P compute the prompt, or D itself where no P takes requests."""
@@ -219,7 +219,8 @@ class LoadedRouter:
 
         def computed() -> None:
             self._leave_prefill(attempt, served=True)
-            self._time.after(self._world.shape.pair_s, self._first, attempt)
+            decode = self._engines[attempt.decode.name]
+            self._time.after(self._world.shape.pair_s, decode.between_steps, lambda: self._first(attempt))
 
         engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, served.chain, computed))
 
