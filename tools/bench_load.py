@@ -340,7 +340,7 @@ def _point(
                 (args.out / f"{engine.name}-{len(list(args.out.glob('*.prom'))):04}.prom").write_text(engine.page())
         except (client.PointTooLong, RuntimeError) as problem:
             return {"errors": [str(problem)], "completed": 0}
-        return measured | figures.counted(before, system.counts(), new, TOKEN_BYTES)
+        return measured | figures.counted(before, system.counts(), new, TOKEN_BYTES, measured["completed"])
 
 
 def _report(args: argparse.Namespace, kept: KeptPoints) -> None:

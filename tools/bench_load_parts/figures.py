@@ -23,7 +23,7 @@ KEYS = (
     "output_throughput",
     *(f"p{percent}_{time}_ms" for time in TIMES for percent in PERCENTILES),
 )
-COUNTED = ("computed_per_new", "bytes_per_lacked")
+COUNTED = ("computed_per_new", "bytes_per_lacked", "p_cpu_s", "d_cpu_s")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,17 @@ def of_requests(requests: Sequence[TimedRequest], seconds: float, limits: Limits
     return results
 
 
-def counted(before: Mapping[str, float], after: Mapping[str, float], new: int, token_bytes: int) -> dict[str, float]:
-    """Return how often P computed a new token of the prompts, and how often a byte was written that D lacked.
+def counted(
+    before: Mapping[str, float], after: Mapping[str, float], new: int, token_bytes: int, answers: int
+) -> dict[str, float]:
+    """Return how often P computed a new token of the prompts, how often a byte was written that D lacked, and the
+    processor time of both sides for an answer.
 
     `before`, `after`: `computed`, `written` and `lacked`, read from the engines; one that no engine has is not said.
     """
     grown = {name: after[name] - before[name] for name in after if name in before}
     said = {"computed_per_new": grown["computed"] / new} if new and "computed" in grown else {}
+    said |= {f"{side}_s": grown[side] / answers for side in ("p_cpu", "d_cpu") if grown.get(side) and answers}
     if grown.get("lacked") and "written" in grown:
         said["bytes_per_lacked"] = grown["written"] / (grown["lacked"] * token_bytes)
     return said
@@ -113,7 +117,14 @@ def cases_of(points: Sequence[MeasuredPoint]) -> list[LoadCase]:
 def table(points: Sequence[MeasuredPoint], names: Mapping[str, str]) -> list[str]:
     """Return a table in Markdown, load by load: medians, and (lowest–highest)."""
     columns = ["load", "", "goodput, requests/s", "answered, requests/s", "tokens/s", "TTFT p50, p90, s"]
-    columns += ["TPOT p50, p90, ms", "ITL p50, p99, ms", "computed / new", "bytes / lacked", "failed"]
+    columns += [
+        "TPOT p50, p90, ms",
+        "ITL p50, p99, ms",
+        "computed / new",
+        "bytes / lacked",
+        "CPU s an answer: P, D",
+        "failed",
+    ]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case in cases_of(points):
         for system, name in names.items():
@@ -149,5 +160,6 @@ def _cells(mine: Sequence[MeasuredPoint]) -> list[str]:
         times("itl", (50, 99), 0),
         shown("computed_per_new", 2),
         shown("bytes_per_lacked", 2),
+        ", ".join(shown(side, 2) for side in ("p_cpu_s", "d_cpu_s")),
         f"{failed}" + (f", {lost} runs" if lost else ""),
     ]

@@ -105,9 +105,11 @@ def test_figures_of_chats_are_those_of_vllm_s_client() -> None:
 def test_computed_and_written_are_counted_over_a_point() -> None:
     before = {"computed": 100.0, "written": 5e6, "lacked": 10.0}
     after = {"computed": 1150.0, "written": 5e6 + 300 * 1024, "lacked": 310.0}
-    ratios = figures.counted(before, after, 1000, 1024)
+    ratios = figures.counted(before, after, 1000, 1024, 7)
     assert ratios == {"computed_per_new": pytest.approx(1.05), "bytes_per_lacked": pytest.approx(1.0)}
-    assert figures.counted({"computed": 1.0}, {"computed": 3.0}, 1, 1024) == {"computed_per_new": 2.0}
+    assert figures.counted({"computed": 1.0}, {"computed": 3.0}, 1, 1024, 0) == {"computed_per_new": 2.0}
+    busy = figures.counted({"p_cpu": 1.0, "d_cpu": 0.0}, {"p_cpu": 7.0, "d_cpu": 3.0}, 0, 1024, 12)
+    assert busy == {"p_cpu_s": 0.5, "d_cpu_s": 0.25}
 
 
 def test_the_table_has_medians_and_ranges_and_says_what_failed() -> None:
@@ -121,7 +123,7 @@ def test_the_table_has_medians_and_ranges_and_says_what_failed() -> None:
         ["0.5 requests/s, prefix 90 %", "(a) one & the same, 1 of 3 runs", "0.10"],
     ]
     assert [row[-1] for row in rows] == ["0", "2, 1 runs", "0"]
-    assert {row.count("|") for row in figures.table(points, NAMES)} == {12}
+    assert {row.count("|") for row in figures.table(points, NAMES)} == {13}
 
 
 def test_a_figure_that_no_point_has_is_a_dash_and_nan_is_none() -> None:
