@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-ascend-pd plan --load` says of a run's requests beside what the run's pair did with them.
+"""A plan of a run's requests, by `vllm-ascend-pd plan --load`, beside what the run's pair did with them.
 
 Its two lines are those of the whole run, read from P's and D's /metrics behind each point.
 """

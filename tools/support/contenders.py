@@ -66,7 +66,7 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """What the engines have beside their connector."""
+    """Sizes and cores of the engines."""
 
     model: str = "gqa"
     kv_bytes: int = 32 << 20

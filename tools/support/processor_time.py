@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of the processes of an engine: who used a processor, who was ready and had none."""
+"""Processor time of an engine's processes, and of waits for a processor, as the kernel counts them."""
 
 from __future__ import annotations
 
