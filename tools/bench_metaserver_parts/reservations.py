@@ -15,6 +15,7 @@ import resource
 import threading
 import time
 from collections import Counter
+from multiprocessing.synchronize import Event
 
 import psutil
 
@@ -23,6 +24,7 @@ from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.shared.loop import LoopThread
 
+STARTED_S = 120.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -30,7 +32,7 @@ def line(text: bytes) -> bytes:
     return b"%x\r\n%s\n\r\n" % (len(text) + 1, text)
 
 
-def serve(port: int, hold_s: float) -> None:
+def serve(port: int, hold_s: float, ready: Event) -> None:
     """Run a metaserver that takes `hold_s` for every prefill."""
 
     async def handle(path: bytes, body: bytes, connection: ServerProtocol) -> None:
@@ -45,6 +47,7 @@ def serve(port: int, hold_s: float) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         await loop.create_server(lambda: ServerProtocol(handle), "127.0.0.1", port, backlog=4096)
+        ready.set()
         await asyncio.Event().wait()
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -83,8 +86,12 @@ def main() -> None:
     args = parser.parse_args()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(args.port, args.hold_s), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    server = spawn.Process(target=serve, args=(args.port, args.hold_s, ready), daemon=True)
     server.start()
+    if not ready.wait(STARTED_S):  # D's client repeats a call for a few seconds only
+        raise SystemExit(f"the metaserver of this bench has not started within {STARTED_S:.0f} s")
     url = f"http://127.0.0.1:{args.port}"
     kinds: Counter[str] = Counter()
     loop = LoopThread("metaserver client")
@@ -97,7 +104,7 @@ def main() -> None:
     )
     scheduler = StepLoop(client, url)
     scheduler.run(1.0, reserve=1)
-    while not kinds["accepted"]:  # the server has started; an attempt before that has failed, and was repeated
+    while not kinds["accepted"]:
         if not client.open_count():
             raise SystemExit(f"the metaserver of this bench does not answer: {dict(kinds)}")
         time.sleep(0.01)
