@@ -34,8 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tools import bench_chat
 from tools.support.client import TimedAnswer, body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, Metaserver, fresh_directory, say, say_leaks
@@ -96,13 +94,13 @@ class PairSystem:
     paused: tuple[EngineProcess, ...] = ()
     front: Metaserver | None = None  # this package's
 
-    def parts(self) -> dict[str, list[psutil.Process]]:
+    def parts(self) -> dict[str, list[int]]:
         """Return the processes that a request passes, but for those that compute; none without our metaserver."""
         if self.front is None or self.decode is None:
             return {}
         p, d = parts(self.prefill), parts(self.decode)
         of_engines = {f"{side}'s {part}": by[part] for side, by in (("D", d), ("P", p)) for part in ("server", "core")}
-        return {"metaserver": self.front.process.members(), **of_engines}
+        return {"metaserver": [one.pid for one in self.front.process.members()], **of_engines}
 
     def answer(self, tokens: list[int], case: PairPrompts) -> tuple[TimedAnswer, dict[str, Scheduled]]:
         """Return the answer, and what the processes that it passed have done until its last token."""
@@ -113,9 +111,9 @@ class PairSystem:
         rest()
         with self.running():
             passed = self.parts()
-            before = {part: scheduled(processes) for part, processes in passed.items()}
+            before = {part: scheduled(pids) for part, pids in passed.items()}
             answer = self.ask(tokens)
-            return answer, {part: scheduled(processes).since(before[part]) for part, processes in passed.items()}
+            return answer, {part: scheduled(pids).since(before[part]) for part, pids in passed.items()}
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import httpx
 
 from tools.bench_load_parts.figures import ranged
-from tools.bench_load_parts.pushed import ENDED_S, STEPS, cache_bytes, rotated, used
+from tools.bench_load_parts.pushed import ENDED_S, STEPS, cache_bytes, rotated
 from tools.bench_load_parts.systems import CACHED, MODEL, LoadedSystem, PairSettings, extra_config, started
 from tools.support.client import TIMEOUT, body_of, prompt, stream
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say, say_leaks
@@ -103,7 +103,9 @@ async def _steps(
 
     async def look() -> PLook:
         page = await asyncio.to_thread(pair.prefills[0].metrics)
-        return PLook(time.monotonic(), page.get(STEPS, 0.0), page.get(CACHED, 0.0), sum(used(pair.prefills[0])))
+        return PLook(
+            time.monotonic(), page.get(STEPS, 0.0), page.get(CACHED, 0.0), pair.prefills[0].process.cpu_seconds()
+        )
 
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), trust_env=False) as client:
 

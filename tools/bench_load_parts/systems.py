@@ -21,7 +21,6 @@ from tools.support.from_tests import older_host_build
 from tools.support.in_tree import install_nixl, start_mooncake, start_nixl
 from tools.support.models import ensure
 from tools.support.process import ProcessDied
-from tools.support.processor_time import scheduled
 from tools.support.spec import EngineSpec, MetaserverSpec
 
 MODEL = "base16"
@@ -57,7 +56,7 @@ class LoadedSystem:
         p, d = ([engine.metrics() for engine in side] for side in (self.prefills, self.decodes))
         totals = {"computed": sum(one.get(CACHED, 0.0) for one in p)}
         for name, side in (("p_cpu", self.prefills), ("d_cpu", self.decodes)):
-            totals[name] = sum(scheduled(engine.process.members()).ran for engine in side)
+            totals[name] = sum(engine.process.cpu_seconds() for engine in side)
         written = [one[name] for one in (*p, *d) for name in WRITTEN if name in one]
         if written:
             totals |= {"written": sum(written), "lacked": sum(one.get(LACKED, 0.0) for one in d)}

@@ -6,26 +6,21 @@ Each connector has its own router: our metaserver, or the examples in vllm-ascen
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
-from tools.support import sdist
+from tools.support import routers
 from tools.support.cluster import Cluster
 from tools.support.engine import EngineProcess
 from tools.support.models import ensure
-from tools.support.process import Child
-from tools.support.spec import PATIENT, EngineSpec, child_environment
+from tools.support.process import ProcessDied
+from tools.support.routers import Router
+from tools.support.spec import PATIENT, EngineSpec
 
 if TYPE_CHECKING:
     from host_build import HostBuild
-
-ROUTER_S = 60.0
-EXAMPLES = "examples/disaggregated_prefill_v1"
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class PairShape:
 @dataclass(frozen=True)
 class Contender:
     connector: str
-    router: str  # an example of vllm-ascend's; "": our metaserver
+    router: Callable[[EngineProcess, EngineProcess, int, Path], Router] | None  # None: our metaserver
     p: dict[str, Any] = field(default_factory=dict)  # further fields of --kv-transfer-config
     d: dict[str, Any] = field(default_factory=dict)
 
@@ -58,9 +53,9 @@ def _theirs(port: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 # Ports of their own: two of them may run at once.
 CONTENDERS = (
-    Contender("AscendPushConnector", ""),
-    Contender("MooncakeLayerwiseConnector", "load_balance_proxy_layerwise_server_example.py", *_theirs(26700)),
-    Contender("MooncakeConnectorV1", "load_balance_proxy_server_example.py", *_theirs(26900)),
+    Contender("AscendPushConnector", None),
+    Contender("MooncakeLayerwiseConnector", routers.layerwise, *_theirs(26700)),
+    Contender("MooncakeConnectorV1", routers.pulling, *_theirs(26900)),
 )
 
 
@@ -90,11 +85,14 @@ class ContenderSite:
         port = cluster.port()
         self.url = f"http://127.0.0.1:{port}"
         self.p, self.d = cluster.start(self._spec("p", "kv_producer"), self._spec("d", "kv_consumer"))
-        self._router: Child | None = None
-        if contender.router:
-            self._router = self._start_example(port)
-        else:
+        self._router: Router | None = None
+        if contender.router is None:
             cluster.metaserver([self.p], [self.d], port, ("--no-canary",))
+            return
+        try:
+            self._router = contender.router(self.p, self.d, port, cluster.logs)
+        except ProcessDied as died:  # only an engine's end is a refusal
+            raise RuntimeError(str(died)) from died
 
     def _spec(self, name: str, role: str) -> EngineSpec:
         contender, shape, settings = self.contender, self.shape, self._settings
@@ -119,23 +117,6 @@ class ContenderSite:
             **settings.sizes,
         )
 
-    def _start_example(self, port: int) -> Child:
-        folder = self.cluster.directory / "routers"
-        folder.mkdir(exist_ok=True)
-        for name, text in sdist.read(sdist.ensure(sdist.OLDER), EXAMPLES, ".py").items():
-            (folder / name).write_text(text)
-        words = [sys.executable, str(folder / self.contender.router), "--host", "127.0.0.1", "--port", str(port)]
-        for role, engine in (("prefiller", self.p), ("decoder", self.d)):
-            words += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", engine.url.rsplit(":", 1)[1]]
-        router = Child("router", words, self.cluster.logs / f"{self.contender.router}.log", child_environment(), folder)
-        until = time.monotonic() + ROUTER_S
-        while not _answers(f"{self.url}/healthcheck"):
-            if time.monotonic() > until or not router.alive:
-                router.stop()
-                raise RuntimeError(f"{self.contender.router} is not ready:\n{router.tail()}")
-            time.sleep(0.5)
-        return router
-
     def stop_router(self) -> None:
         if self._router is not None:
             self._router.stop()
@@ -145,10 +126,3 @@ class ContenderSite:
         self.cluster.stop(engine)
         (started,) = self.cluster.start(engine.spec)
         return started
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False

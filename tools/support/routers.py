@@ -20,6 +20,7 @@ TOY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 PUSH_DEMO = "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py"
 MOONCAKE = "examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"
 LAYERWISE = "examples/disaggregated_prefill_v1/load_balance_proxy_layerwise_server_example.py"
+PULLING = "examples/disaggregated_prefill_v1/load_balance_proxy_server_example.py"
 START_S = 60.0
 
 
@@ -75,6 +76,11 @@ def toy(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -
 def layerwise(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -> Router:
     """Start vllm-ascend's proxy for its layerwise connector: D first, then P with D's message."""
     return Router(LAYERWISE, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.OLDER)
+
+
+def pulling(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -> Router:
+    """Start vllm-ascend's proxy for its connector that pulls: P first, then D with P's answer."""
+    return Router(PULLING, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.OLDER)
 
 
 def _hosts(prefill: EngineProcess, decode: EngineProcess, port: int) -> list[str]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -11,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
+from tools.support.processor_time import scheduled
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.observe import trace
 
@@ -23,11 +22,7 @@ Events = list[tuple[str, Mapping[str, Any]]]
 
 def without_processor(pid: int) -> float:
     """Return for how many seconds the threads of a process have waited for a processor."""
-    seconds = 0.0
-    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            seconds += int(stat.read_text().split()[1]) / 1e9
-    return seconds
+    return scheduled([pid]).ready
 
 
 def until(reached: Callable[[], object], what: str | Callable[[], object] = "", seconds: float = 30.0) -> None:

@@ -25,8 +25,7 @@ from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
 from tools.bench_load_parts.overload import AT_LIMIT, Phase, TimedEnd
 from tools.bench_load_parts.pushed import MeasuredPhase, PushedTurn, Used
-from tools.support import contenders
-from tools.support.contenders import ContenderSite
+from tools.support import contenders, routers
 from tools.support.processor_time import Scheduled
 from tools.support.soaking import ResourceSample
 from tools.support.spec import EngineSpec
@@ -444,16 +443,20 @@ def test_pairs_under_vllm_ascend_have_a_core_an_engine_and_those_with_other_conn
     def start(*specs: EngineSpec) -> list[SimpleNamespace]:
         started.extend(specs)
         processes = (SimpleNamespace(pause=lambda name=spec.name: paused.append(name)) for spec in specs)
-        return [SimpleNamespace(process=process, url="http://127.0.0.1:1") for process in processes]
+        return [SimpleNamespace(process=process, spec=SimpleNamespace(port=1)) for process in processes]
 
     cluster = SimpleNamespace(
-        port=lambda: 1, start=start, metaserver=lambda *_: None, push_config=lambda *urls, **more: {"trace_dir": "x"}
+        port=lambda: 1,
+        logs=tmp_path,
+        start=start,
+        metaserver=lambda *_: None,
+        push_config=lambda *urls, **more: {"trace_dir": "x"},
     )
     build = SimpleNamespace(python="/there/python", plugins=(), variables=dict)
     monkeypatch.setattr(systems, "older_host_build", lambda: build)
     monkeypatch.setattr(systems, "_divided", lambda: [4, 7])
     monkeypatch.setattr(contenders, "ensure", lambda _: tmp_path)
-    monkeypatch.setattr(ContenderSite, "_start_example", lambda *_: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(routers, "Router", lambda *_, **__: SimpleNamespace(stop=lambda: None))
     with systems.started_on_ascend(cast(Any, cluster), "fb", {"max_len": 640, "kv_bytes": 4096}) as pairs:
         assert [(letter, pair.paused) for letter, pair in pairs.items()] == [("f", True), ("b", False)]
     assert paused == ["MooncakeConnectorV1-p", "MooncakeConnectorV1-d"]

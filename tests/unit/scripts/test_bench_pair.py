@@ -8,8 +8,6 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-import psutil
-
 from tools.bench_pair import COLD, TimeSample, work
 from tools.support.processor_time import Scheduled, parts, scheduled
 
@@ -24,18 +22,18 @@ def test_work_and_waits_for_a_processor_are_medians_by_process_and_length() -> N
 
 
 def test_the_kernel_counts_what_ran_and_the_first_thread_apart() -> None:
-    mine = [psutil.Process(os.getpid())]
+    mine = [os.getpid()]
     before, first = scheduled(mine), scheduled(mine, first=True)
     until = time.thread_time() + 0.05
     while time.thread_time() < until:
         pass
     spent = scheduled(mine).since(before)
     assert spent.ran >= 0.04 and first.ran <= before.ran and first.times <= before.times
-    assert scheduled([cast(Any, SimpleNamespace(pid=1 << 30))]) == Scheduled()  # it has ended
+    assert scheduled([1 << 30]) == Scheduled()  # it has ended
 
 
 def test_processes_of_an_engine_are_known_by_vllm_s_titles() -> None:
     titles = {"VLLM::Worker_TP0": "worker", "VLLM::EngineCore_DP0": "core", "python3": "server"}
-    members = [SimpleNamespace(name=lambda title=title: title) for title in titles]
+    members = [SimpleNamespace(name=lambda title=title: title, pid=title) for title in titles]
     found = parts(cast(Any, SimpleNamespace(process=SimpleNamespace(members=lambda: members))))
-    assert {one.name(): part for part, processes in found.items() for one in processes} == titles
+    assert {str(pid): part for part, pids in found.items() for pid in pids} == titles
